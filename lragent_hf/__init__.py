@@ -1,0 +1,25 @@
+"""One KV cache for several LoRA agents on one model.
+
+Importing registers nothing and patches nothing; ``LoRASharedCache(model)`` attaches to that model, ``detach`` undoes it.
+"""
+
+from ._compat import CACHE_ARG
+from .attention import flash_lora_attention
+from .binding import attach, detach
+from .cache import LoRASharedCache
+from .memory import MemoryReport, MemoryRow
+from .schemes import SCHEMES, Scheme
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CACHE_ARG",
+    "SCHEMES",
+    "LoRASharedCache",
+    "MemoryReport",
+    "MemoryRow",
+    "Scheme",
+    "attach",
+    "detach",
+    "flash_lora_attention",
+]

@@ -1,0 +1,66 @@
+"""The only place that asks what the installed transformers looks like."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import LlamaModel
+from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
+
+__all__ = ["CACHE_ARG", "attn_implementation", "cache_argument", "set_attn_implementation", "sliding_window_of"]
+
+CACHE_ARG: str = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+"""Name of the cache argument of ``forward`` and ``generate`` that the installed transformers takes without a warning."""
+
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+def cache_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Value of argument ``name`` (``"cache"`` stands for all of its names) in a call of ``module``, or ``None``."""
+    names = _CACHE_NAMES if name == "cache" else (name,)
+    for key in names:
+        if kwargs.get(key) is not None:
+            return kwargs[key]
+    if args:  # positional: rare, only when a user calls the decoder by hand
+        parameters = list(inspect.signature(module.forward).parameters)
+        for key, value in zip(parameters, args, strict=False):
+            if key in names:
+                return value
+    return None
+
+
+def attn_implementation(config: Any) -> str | None:
+    """Name of the attention implementation a config selects."""
+    return config._attn_implementation_internal
+
+
+def set_attn_implementation(config: Any, name: str | None) -> None:
+    """Select an attention implementation for this config only (the public setter also descends into sub-configs)."""
+    config._attn_implementation_internal = name
+
+
+def sliding_window_of(mask_function: Any) -> int | None | bool:
+    """What a mask function of transformers means to a kernel.
+
+    Returns:
+        ``None`` for plain causal, the window for causal with a sliding window, ``False`` for anything else (chunked,
+        overlays, packed sequences, bidirectional), which only a dense mask can express.
+    """
+    if mask_function is causal_mask_function:
+        return None
+    parts = _closure(mask_function).get("mask_functions")
+    if getattr(mask_function, "__code__", None) is not _AND_CODE or parts is None or len(parts) != 2:
+        return False
+    overlay, base = parts
+    if base is not causal_mask_function or getattr(overlay, "__code__", None) is not _WINDOW_CODE:
+        return False
+    return int(_closure(overlay)["sliding_window"])
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return {} if code is None or cells is None else dict(zip(code.co_freevars, (c.cell_contents for c in cells), strict=True))
+
+
+_AND_CODE = and_masks(causal_mask_function).__code__
+_WINDOW_CODE = _closure(sliding_window_causal_mask_function(1))["mask_functions"][0].__code__

@@ -1,0 +1,113 @@
+"""Reading PEFT: which agent is active, its B and scale, and which adapters cannot be split exactly."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from .errors import UnsupportedAdapterError
+
+__all__ = ["Agent", "agent_label", "check_splittable", "fold_b", "is_mixed_batch", "lora_a", "read_agent", "tuner_layers"]
+
+Agent = tuple[str, ...]
+"""The adapters an agent runs with, sorted; ``()`` is the base model."""
+
+
+def agent_label(agent: Agent) -> str:
+    """How an agent is written for people: ``plan``, ``act+plan``, ``base model``."""
+    return "+".join(agent) or "base model"
+
+
+def tuner_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, BaseTunerLayer]]:
+    """Every adapted layer below ``root``: (full name, parent, name in parent, layer)."""
+    for prefix, parent in root.named_modules():
+        for child, layer in parent.named_children():
+            if isinstance(layer, BaseTunerLayer) and not isinstance(parent, BaseTunerLayer):
+                yield f"{prefix}.{child}".lstrip("."), parent, child, layer
+
+
+def read_agent(layer: BaseTunerLayer) -> Agent:
+    """The agent this layer runs as now. Merged adapters take part whatever is active, unless adapters are disabled."""
+    if layer.disable_adapters:
+        return ()
+    names = layer.merged_adapters if layer.merged else layer.active_adapters
+    return (names[0],) if len(names) == 1 else tuple(sorted(names))
+
+
+def is_mixed_batch(layer: BaseTunerLayer) -> bool:
+    """Whether PEFT is about to run each row of the batch with an adapter of its own (``adapter_names=``)."""
+    hooks = layer._forward_pre_hooks.values()  # type: ignore[attr-defined]
+    return any("adapter_names" in (getattr(hook, "keywords", None) or ()) for hook in hooks)
+
+
+def lora_a(layer: nn.Module, adapter: str) -> Tensor | None:
+    """The adapter's A [rank, d_in] on this layer, or ``None`` if it leaves the layer alone."""
+    if isinstance(layer, LoraLayer) and adapter in layer.lora_A:
+        weight: Tensor = layer.lora_A[adapter].weight
+        return weight.detach()
+    return None
+
+
+def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The adapter's B with the scale folded in, read anew each time: an edited B or scale counts from the next token.
+
+    Returns:
+        B as [heads, rank, head_dim] (a transposed view) and the constant a ``lora_bias`` adds, [heads, 1, head_dim],
+        or ``None``. Softmax rows sum to one, so a constant on V is the same constant on the output.
+    """
+    b, scale = layer.lora_B[adapter], layer.scaling[adapter]
+    weight = (b.weight.detach() * scale).to(dtype)
+    folded = weight.view(heads, -1, weight.shape[1]).transpose(1, 2)
+    bias = None if b.bias is None else (b.bias.detach() * scale).to(dtype).view(heads, 1, -1)
+    return folded, bias
+
+
+def check_splittable(name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str], ours: Any) -> None:
+    """Refuse, by name, what V = X W0 + (X A) B does not describe on this attention layer.
+
+    Args:
+        name: of the attention module, for the message.
+        v_proj, k_proj: its projections as PEFT left them.
+        adapters: the adapters asked about.
+        ours: class of the ``LoraVariant`` that is the library's own tap.
+
+    Raises:
+        UnsupportedAdapterError: with the adapter, the layer, the reason and the way out.
+    """
+    for child, module in (("v_proj", v_proj), ("k_proj", k_proj)):
+        where = f"{name}.{child}"
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA")
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
+            if any(adapter in module._get_available_adapters() for adapter in adapters):
+                raise _refused(where, f"{type(module).__name__} is not LoRA", "use LoRA adapters")
+            continue
+        if not isinstance(module, LoraLayer):
+            continue
+        if module.merged and not module.disable_adapters:
+            names = ", ".join(module.merged_adapters)
+            raise _refused(where, f"adapter {names} is merged into the base weight", "call unmerge_adapter() first")
+        for adapter in adapters:
+            if adapter not in module.lora_A:
+                continue
+            if child == "k_proj":
+                raise _refused(where, f"adapter {adapter!r} has LoRA on k_proj, and keys are stored whole", None)
+            variant: LoraVariant | None = module.lora_variant.get(adapter)
+            if variant is not None and not isinstance(variant, ours):
+                kind = type(variant).__name__
+                raise _refused(where, f"adapter {adapter!r} is a variant of LoRA ({kind}), not X A B", None)
+            dropout = module.lora_dropout[adapter]
+            if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
+                raise _refused(where, f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first")
+
+
+def _refused(where: str, reason: str, way_out: str | None) -> UnsupportedAdapterError:
+    way_out = f"{way_out}, or use" if way_out else "use"
+    return UnsupportedAdapterError(
+        f"Values cannot be split into base and LR at {where}: {reason}. "
+        f"To go on, {way_out} scheme='full_shared' (approximate) or 'non_shared' (exact), which store values whole."
+    )

@@ -1,0 +1,148 @@
+"""What transformers calls: our attention function and the mask function that goes with it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from .._compat import sliding_window_of
+from ..errors import UnsupportedModelError
+from . import flash_lora_attention
+
+__all__ = ["NAME", "register"]
+
+NAME = "lragent"
+"""Registered name. One that contained ``flash`` would be taken for a FlashAttention package."""
+
+_WINDOW = "lragent_window"  # attribute of the 2-D masks made here: the sliding window, or None
+
+
+def register() -> None:
+    """Register attention and mask function with transformers. Again is a no-op."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask for ``attention``.
+
+    Returns:
+        ``None`` for plain causal attention without padding; a bool mask [B, kv_length] that carries its sliding window
+        for causal attention with padding or a window; a dense mask [B, 1, q_length, kv_length] for anything else.
+    """
+    window = sliding_window_of(mask_function)
+    if window is False:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
+        )
+    if window is not None and kv_offset + kv_length <= window:
+        window = None  # nothing has left the window yet
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if window is None and bool(attention_mask.all()):
+            return None
+    elif window is None:
+        return None
+    else:
+        attention_mask = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
+    setattr(attention_mask, _WINDOW, window)
+    return attention_mask
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over K and V_base [B, Hkv, L, D] as `cache.update` returned them, with the LR left by it.
+
+    Which keys are seen is the mask's to say (its window, not the ``sliding_window`` argument), as it is for sdpa.
+
+    Returns:
+        Output [B, Lq, Hq, D], contiguous, and no weights.
+
+    Raises:
+        UnsupportedModelError: an argument that changes scores in a way this function does not know.
+    """
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {name} to its attention function, which this one does not take. "
+                "Make the cache with attention='keep'."
+            )
+    layer = getattr(module, "lragent_binding", None)
+    v_lr = b = bias = None
+    backend = "auto"
+    if layer is not None and layer.owner.forward is not None:
+        backend = layer.owner.forward.backend
+        if layer.reading is not None:
+            v_lr, b, bias = layer.reading
+            layer.reading = None
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        if v_lr is not None:
+            value = value + v_lr.unsqueeze(1) @ b
+        output = dense_attention(query, key, value, attention_mask, scaling, softcap)
+    else:
+        window = None
+        if attention_mask is not None:
+            if not hasattr(attention_mask, _WINDOW):
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} changed the attention mask on its way, so its window is unknown. "
+                    "Make the cache with attention='keep'."
+                )
+            window = getattr(attention_mask, _WINDOW)
+        output = flash_lora_attention(
+            query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
+            key_padding_mask=attention_mask, softcap=softcap, backend=backend,
+        )  # fmt: skip
+    output = output.transpose(1, 2)
+    if bias is not None:
+        groups = query.shape[1] // bias.shape[0]
+        output = output + bias.repeat_interleave(groups, 0).transpose(0, 1)
+    return output.contiguous(), None
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Plain attention under a dense mask [B, 1 or Hq, Lq, L]: bool (True = attend) or additive.
+
+    Returns:
+        [B, Hq, Lq, D]. A row that attends to nothing gives zeros.
+    """
+    rows, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.view(rows, kv_heads, heads // kv_heads, length, dim)
+    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).float() * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    mask = mask[..., : key.shape[2]]
+    mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (kv_heads, -1))
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = torch.softmax(scores, -1).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    else:
+        weights = torch.softmax(scores + mask, -1)
+    weights = weights.to(value.dtype)
+    return (weights @ value.unsqueeze(2)).view(rows, heads, length, dim)

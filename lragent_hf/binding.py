@@ -1,0 +1,338 @@
+"""Where the library meets a model: hooks on the decoder and on each v_proj, and what they hand on.
+
+A forward with one of our caches goes: decoder pre-hook (`ModelBinding.before`: who runs, is it allowed, what will be
+written) -> per layer: v_proj (tap and hook), `cache.update`, attention -> decoder post-hook (`after`: commit, or undo).
+Between forwards, and in forwards with any other cache, nothing is switched and nothing is tapped.
+"""
+
+import logging
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import _compat
+from .adapters import Agent, check_splittable, is_mixed_batch, read_agent, tuner_layers
+from .attention import interface
+from .errors import UnsupportedAdapterError, UnsupportedModelError
+
+__all__ = ["LayerBinding", "ModelBinding", "Reading", "attach", "detach"]
+
+logger = logging.getLogger("lragent_hf")
+
+_ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
+
+
+class Reading(NamedTuple):
+    """What the attention function of one layer adds to V_base: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D]."""
+
+    v_lr: Tensor | None
+    b: Tensor | None
+    bias: Tensor | None
+
+
+class Tap(LoraVariant):
+    """Keeps the adapter's part out of v_proj's output while a forward with a splitting cache runs; else plain LoRA."""
+
+    def __init__(self, layer: "LayerBinding"):
+        self.layer = layer
+
+    def forward(  # type: ignore[override]
+        self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
+    ) -> Tensor:
+        if self.layer.tapping:
+            self.layer.tapped += 1
+            return result
+        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        return result + b(a(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
+
+    # A forward that was interrupted (Ctrl-C) leaves its taps until the next one; these are plain LoRA's.
+
+    @staticmethod
+    def init(module: LoraLayer, adapter_name: str, **kwargs: Any) -> None:
+        pass
+
+    @staticmethod
+    def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)  # type: ignore[operator]
+
+    @staticmethod
+    def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
+        orig_weight.data += module.get_delta_weight(active_adapter)  # type: ignore[operator]
+
+    @staticmethod
+    def unmerge(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)  # type: ignore[operator]
+
+
+class LayerBinding:
+    """One attention layer: its modules, and during a forward what passes between v_proj, storage and attention.
+
+    Attributes:
+        index, name: layer index and full name of the attention module; ``position``: its place among these layers.
+        v_proj: the projection as PEFT left it, a LoRA layer or a plain one.
+        v_out: v_proj's output of this forward, to see that nothing transforms it on the way into the cache.
+        lr_rows: bank -> (first position, LR rows) that v_proj's hook computed and `update` stores.
+        reading: what `update` leaves for the attention function, which takes it.
+        tapping, tapped: whether adapters are kept out of v_proj, and how many were in this forward.
+    """
+
+    def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
+        self.owner, self.position, self.index, self.name, self.attention = owner, position, index, name, attention
+        self.tap = Tap(self)
+        self.v_proj: nn.Module | None = None
+        self._handle: Any = None
+        self._tapped_adapters: list[str] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what belongs to one forward."""
+        self.v_out: Tensor | None = None
+        self.v_version = -1
+        self.lr_rows: dict[Hashable, tuple[int, Tensor]] = {}
+        self.reading: Reading | None = None
+        self.tapping, self.tapped = False, 0
+
+    @property
+    def k_proj(self) -> nn.Module | None:
+        return getattr(self.attention, "k_proj", None)
+
+    def resolve(self) -> bool:
+        """Hook v_proj as it is now (loading an adapter can replace the module). Returns whether it had changed."""
+        v_proj = self.attention.v_proj
+        if v_proj is self.v_proj:
+            return False
+        if self._handle is not None:
+            self._handle.remove()
+        self.v_proj = v_proj
+        self._handle = v_proj.register_forward_hook(self._project, with_kwargs=True)  # type: ignore[union-attr,operator]
+        return True
+
+    def set_taps(self) -> None:
+        """Tap the adapters that v_proj is about to run."""
+        self.tapping = True
+        v_proj = self.v_proj
+        if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:  # type: ignore[attr-defined]
+            for adapter in v_proj.active_adapters:  # type: ignore[attr-defined]
+                if adapter in v_proj.lora_A:
+                    v_proj.lora_variant[adapter] = self.tap
+                    self._tapped_adapters.append(adapter)
+
+    def remove_taps(self) -> None:
+        """Leave no variant behind, whoever holds the adapters by now."""
+        if isinstance(self.v_proj, LoraLayer):
+            for adapter in self._tapped_adapters:
+                if self.v_proj.lora_variant.get(adapter) is self.tap:
+                    del self.v_proj.lora_variant[adapter]
+        self._tapped_adapters.clear()
+
+    def expected_taps(self) -> int:
+        """How many adapters `set_taps` tapped: as many must have come through v_proj."""
+        return len(self._tapped_adapters)
+
+    def detach(self) -> None:
+        """Remove hook, taps and the mark on the module."""
+        self.remove_taps()
+        if self._handle is not None:
+            self._handle.remove()
+        self.attention.__dict__.pop(_ATTRIBUTE, None)
+
+    def _project(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        forward = self.owner.forward
+        if forward is not None and forward.splits:
+            forward.project(self, args[0], output)
+
+
+class ModelBinding:
+    """All layers of one model, and the forward that now runs, if it has one of our caches.
+
+    Attributes:
+        decoder: the module that takes `input_ids` and the cache.
+        layers: by layer index; empty where attention has no separate v_proj (then only whole values can be shared).
+        forward: the running forward, an object of the cache's own (`cache.begin`).
+    """
+
+    def __init__(self, decoder: PreTrainedModel):
+        self.decoder = decoder
+        self.layers: dict[int, LayerBinding] = {}
+        for name, module in decoder.named_modules():
+            if hasattr(module, "v_proj") and hasattr(module, "k_proj") and isinstance(getattr(module, "layer_idx", None), int):
+                layer = LayerBinding(self, len(self.layers), module.layer_idx, name, module)
+                self.layers[layer.index] = layer
+                module.__dict__[_ATTRIBUTE] = layer
+        self.forward: Any = None
+        self._probe: tuple[nn.Module, str, BaseTunerLayer] | None = None
+        self._switched: list[tuple[Any, str | None]] = []
+        self._handles = [
+            decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+            decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        ]
+        decoder.__dict__[_ATTRIBUTE] = self
+        for layer in self.layers.values():
+            layer.resolve()
+
+    @property
+    def v_projs(self) -> list[nn.Module]:
+        """v_proj of each layer, in order."""
+        return [layer.attention.v_proj for layer in self.layers.values()]  # type: ignore[misc]
+
+    # --- who is active ------------------------------------------------------------------------------------------------
+
+    def agent(self) -> Agent:
+        """The agent that would run now, read from the adapted layers themselves."""
+        probe = self._probe
+        if probe is None or getattr(probe[0], probe[1], None) is not probe[2]:
+            self._probe = probe = next(((parent, child, layer) for _, parent, child, layer in tuner_layers(self.decoder)), None)
+        if probe is None:
+            return ()
+        if is_mixed_batch(probe[2]):
+            raise UnsupportedAdapterError(
+                "adapter_names= (a different adapter per row) is not supported with a LoRASharedCache: run a batch per "
+                "adapter, each with its own cache."
+            )
+        return read_agent(probe[2])
+
+    def adapters(self) -> list[str]:
+        """Every LoRA adapter loaded, in order of loading."""
+        names: dict[str, None] = {}
+        for _, _, _, layer in tuner_layers(self.decoder):
+            if isinstance(layer, LoraLayer):
+                names.update(dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]))
+        return list(names)
+
+    def check_regular(self) -> None:
+        """Raise unless all adapted layers agree on who is active."""
+        self._probe = None
+        agent = self.agent()
+        for name, _, _, layer in tuner_layers(self.decoder):
+            if read_agent(layer) != agent:
+                raise UnsupportedAdapterError(
+                    f"Adapted layers disagree on who is active: {name} runs {read_agent(layer)}, others {agent}. "
+                    "Call set_adapter() on the whole model."
+                )
+
+    def check_splittable(self, adapters: list[str] | Agent, scheme: str) -> None:
+        """Raise unless values of every layer split into base and LR for these adapters."""
+        if not self.layers:
+            raise UnsupportedModelError(
+                f"{type(self.decoder).__name__} has no attention with a separate v_proj (a fused qkv projection, most "
+                f"likely), so scheme {scheme!r} cannot split its values. Use scheme='full_shared' or 'non_shared'."
+            )
+        for layer in self.layers.values():
+            check_splittable(layer.name, layer.attention.v_proj, layer.k_proj, adapters, Tap)  # type: ignore[arg-type]
+
+    # --- around a forward ----------------------------------------------------------------------------------------------
+
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way."""
+        if self.forward is not None:  # the last one was interrupted by something no hook is called for (Ctrl-C)
+            self.after(decoder, args, kwargs, None)
+        cache = _compat.cache_argument(decoder, args, kwargs, "cache")
+        if not hasattr(cache, "begin"):
+            return
+        inputs = {
+            name: _compat.cache_argument(decoder, args, kwargs, name)
+            for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+        }
+        keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
+        self.forward = cache.begin(self, keep_attention=keep, **inputs)
+        if self.forward.splits:
+            for layer in self.layers.values():
+                layer.set_taps()
+        if not self.forward.keep_attention:
+            self._switch_attention()
+
+    def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Decoder post-hook, called on failure too (then without output): commit or undo."""
+        forward, self.forward = self.forward, None
+        if forward is None:
+            return
+        for config, name in self._switched:
+            _compat.set_attn_implementation(config, name)
+        self._switched.clear()
+        unread = next((layer.name for layer in self.layers.values() if layer.reading is not None), None)
+        for layer in self.layers.values():
+            layer.remove_taps()
+            layer.forget()
+        if output is None:
+            forward.undo()
+            return
+        if unread is not None:
+            forward.undo()
+            raise UnsupportedModelError(
+                f"{unread} did not call the attention function it was given, so its adapters' values were not added. "
+                "Make the cache with attention='keep'."
+            )
+        forward.commit()
+
+    def resolve(self) -> bool:
+        """Renew the hooks on projections that were replaced. Returns whether any was."""
+        changed = [layer.resolve() for layer in self.layers.values()]
+        if any(changed):
+            self._probe = None
+        return any(changed)
+
+    def can_switch_attention(self) -> bool:
+        """Whether attention goes through transformers' registry and nothing in it needs the model's own function."""
+        registry = bool(getattr(self.decoder, "_supports_attention_backend", False))
+        return registry and not any(hasattr(layer.attention, "sinks") for layer in self.layers.values())
+
+    def _switch_attention(self) -> None:
+        interface.register()
+        configs = [self.decoder.config, *(getattr(layer.attention, "config", None) for layer in self.layers.values())]
+        for config in {id(config): config for config in configs if config is not None}.values():
+            self._switched.append((config, _compat.attn_implementation(config)))
+            _compat.set_attn_implementation(config, interface.NAME)
+
+    def detach(self) -> None:
+        """Remove every hook, tap and mark."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self.layers.values():
+            layer.detach()
+        self.decoder.__dict__.pop(_ATTRIBUTE, None)
+
+
+def attach(model: nn.Module) -> ModelBinding:
+    """Put the library's hooks on a model; again is a no-op. ``LoRASharedCache(model)`` does it by itself.
+
+    Args:
+        model: a ``PeftModel``, or a transformers decoder-only model with adapters (or none yet).
+
+    Raises:
+        UnsupportedModelError: no decoder is found, or the model is an encoder-decoder.
+        UnsupportedAdapterError: prompt learning, which changes what a position is.
+    """
+    decoder = _decoder(model)
+    binding = decoder.__dict__.get(_ATTRIBUTE)
+    return binding if binding is not None else ModelBinding(decoder)
+
+
+def detach(model: nn.Module) -> None:
+    """Take the library off a model: no hook and no variant is left. Caches made for it raise from then on."""
+    binding = _decoder(model).__dict__.get(_ATTRIBUTE)
+    if binding is not None:
+        binding.detach()
+
+
+def _decoder(model: nn.Module) -> PreTrainedModel:
+    if isinstance(model, PeftModel):
+        for name, config in model.peft_config.items():
+            if config.is_prompt_learning:
+                raise UnsupportedAdapterError(
+                    f"Adapter {name!r} is prompt learning ({config.peft_type}), which puts virtual tokens into the cache. "
+                    "Use LoRA adapters."
+                )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"Expected a transformers model or a PeftModel, got {type(model).__name__}.")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; only decoders are supported.")
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} names no decoder of its own.")
+    return decoder

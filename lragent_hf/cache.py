@@ -1,0 +1,438 @@
+"""LoRASharedCache: the cache that several LoRA agents share, as transformers sees it."""
+
+import copy
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from .adapters import Agent, agent_label, lora_a
+from .banks import LRBank
+from .binding import ModelBinding, attach
+from .errors import (
+    AdapterChangedError,
+    CacheModelMismatchError,
+    OutsideForwardError,
+    SharedAMismatchError,
+    UnsupportedAdapterError,
+)
+from .forward import Forward
+from .ledger import Ledger
+from .memory import MemoryReport, memory_report
+from .schemes import Scheme, resolve_scheme
+from .storage import GrowableBuffer, SharedLayer
+from .trajectory import Step, Trajectory
+
+__all__ = ["LoRASharedCache"]
+
+logger = logging.getLogger("lragent_hf")
+
+
+class LoRASharedCache(Cache):
+    """A KV cache for LoRA agents that take turns on one trajectory over one frozen backbone.
+
+    Pass it to ``generate`` or to a forward like any other cache, and switch agents with PEFT's ``set_adapter``. Keys and
+    base values are stored once; what an adapter adds to the values is stored in rank r (paper: LRAgent, arXiv 2602.01053,
+    section 3). ``get_seq_length()`` answers for the agent that is active, so ``generate`` feeds each agent exactly the
+    tokens it has yet to run.
+
+    Args:
+        model: a ``PeftModel``, or a transformers model with LoRA adapters. It is attached (hooks; undone by ``detach``).
+        scheme: ``"base_lr_stacked"`` (default), ``"base_lr_shared"``, ``"base_shared"``, ``"full_shared"`` or
+            ``"non_shared"``; see ``lragent_hf.schemes``.
+        handover_window: tokens at the end of the trajectory that an agent runs again when it takes over, rewriting
+            them for all agents. 0: none. As long as the context: exact. For ``full_shared``, ``base_lr_shared`` and
+            ``base_lr_stacked``; the caller passes the whole prompt.
+        agents: names of the adapters whose LR is kept from the first token on. Default: all LoRA adapters loaded when the
+            first token is cached. An adapter that becomes active later joins, at the cost of one LR prefill.
+        attention: ``"auto"``: attention runs in ``flash_lora_attention`` during forwards with this cache. ``"keep"``: in
+            the model's own implementation, on values put together layer by layer (slower).
+        backend: of ``flash_lora_attention``.
+        reserve: positions to make room for at the first write; buffers grow by an eighth beyond that.
+
+    Raises:
+        ValueError: an unknown scheme or option, or ``handover_window`` with a scheme that has no use for it.
+        UnsupportedModelError, UnsupportedAdapterError: model or adapters cannot be split exactly; says what to do.
+        SharedAMismatchError: ``base_lr_shared`` and adapters with different A on v_proj.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: str | Scheme = "base_lr_stacked",
+        *,
+        handover_window: int = 0,
+        agents: Sequence[str] | None = None,
+        attention: str = "auto",
+        backend: str = "auto",
+        reserve: int = 0,
+    ):
+        self.scheme = resolve_scheme(scheme)
+        if attention not in ("auto", "keep"):
+            raise ValueError(f"attention must be 'auto' or 'keep', not {attention!r}.")
+        if handover_window < 0:
+            raise ValueError(f"handover_window counts tokens, it cannot be {handover_window}.")
+        if handover_window and not self.scheme.takes_window:
+            raise ValueError(
+                f"handover_window={handover_window} means nothing under {self.scheme.name!r}: an agent there reads nothing "
+                "that the window would make its own. Leave it 0, or use full_shared, base_lr_shared or base_lr_stacked."
+            )
+        self.binding: ModelBinding = attach(model)
+        self.attention, self.backend = attention, backend
+        self.ledger = Ledger(self.scheme, handover_window)
+        self.trajectory = Trajectory()
+        self.banks: dict[Hashable, LRBank] = {}
+        self._bank_of: dict[str, Hashable] = {}
+        self._declared = list(agents) if agents is not None else None
+        self._said_keep = False
+        self._align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
+        config = self.binding.decoder.config
+        count = max([config.num_hidden_layers, *(index + 1 for index in self.binding.layers)])
+        super().__init__(layers=[SharedLayer(self, reserve) for _ in range(count)])
+        self._check_declared()
+        if self.scheme.splits_values:
+            self.binding.check_splittable(self._starting_adapters(()), self.scheme.name)
+            self._plan_banks(())  # to fail now rather than at the first token
+
+    # --- a forward: called by the binding, and by the model in between -------------------------------------------------
+
+    def begin(
+        self,
+        binding: ModelBinding,
+        *,
+        keep_attention: bool,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+    ) -> Forward:
+        """Check everything that can be checked before the first layer, and plan the forward. Writes nothing on error."""
+        if binding.decoder is not self.binding.decoder:
+            raise CacheModelMismatchError(
+                "This cache was made for another model. Make one with LoRASharedCache(model) for the model that runs."
+            )
+        self.binding = binding
+        if binding.decoder.training and torch.is_grad_enabled():
+            raise CacheModelMismatchError(
+                "The model is in training mode: gradients do not flow through a cache. Call model.eval(), or run under "
+                "torch.no_grad()."
+            )
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None:
+            raise ValueError("The forward has neither input_ids nor inputs_embeds.")
+        rows, count = inputs.shape[:2]
+        replaced = binding.resolve()
+        agent = binding.agent()
+        if replaced or count > 1 or agent != self.ledger.last:
+            self._check_agent(agent)
+        banks, bank_of = self._plan_banks(agent)
+        own = self._own(agent, banks, bank_of)
+        plan = self.ledger.plan(agent, [key for _, key in own], count)
+        mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+        step = Step(agent, plan.past, count, rows, inputs.device, input_ids, mask, position_ids)
+        conventions = self.trajectory.check(step)
+        self.banks, self._bank_of = banks, bank_of
+        for key in banks:
+            self.ledger.lr.setdefault(key, 0)
+        plan = self.ledger.plan(agent, [key for _, key in own], count)
+        return Forward(self, plan, step, conventions, own, self._keeps_attention(keep_attention))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new K and V [B, Hkv, q, D]; return all of them as views.
+
+        Under the ``base_*`` schemes V is V_base; the adapter's part reaches the attention function by way of the binding
+        (or, with ``attention="keep"``, is added here).
+
+        Raises:
+            OutsideForwardError: no forward with this cache is running on the model it was made for.
+        """
+        forward = self.binding.forward
+        if forward is None or forward.cache is not self:
+            raise OutsideForwardError(
+                "LoRASharedCache.update was called outside a forward of its model's decoder. If the model was detached, "
+                "call lragent_hf.attach(model); do not call decoder layers by hand."
+            )
+        return forward.update(layer_idx, key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the agent now active has in the cache. Constant during a forward; asking changes nothing."""
+        forward = self.binding.forward
+        if forward is not None and forward.cache is self:
+            return forward.plan.past  # type: ignore[no-any-return]
+        agent = self.binding.agent()
+        return self.ledger.length(agent, self._own_keys(agent))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(key positions, offset of the first) for a mask over ``query_length`` more tokens."""
+        return self.get_seq_length() + query_length, 0
+
+    # --- whole-cache operations ----------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Undo the active agent's last ``-tokens_to_remove`` tokens.
+
+        If the agent stands at the head of the trajectory, it is cut for everybody; if it lags, only its own part is.
+
+        Raises:
+            ValueError: a positive number (transformers dropped that meaning).
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end.")
+        self._settle()
+        if tokens_to_remove == 0 or not self.ledger.total:
+            return
+        agent = self.binding.agent()
+        self.ledger.crop(agent, self._own_keys(agent), -tokens_to_remove)
+        self._after_cut()
+
+    def align(self, input_ids: Tensor) -> int:
+        """Cut the trajectory to what it shares with ``input_ids``, leaving at least one token of these to run.
+
+        Args:
+            input_ids: [L], or [1, L] (of several rows the one with the longest common prefix is kept), or [B, L] with a
+                row for each row of the cache (all are cut to the shortest common prefix).
+
+        Returns:
+            Tokens of ``input_ids`` that are cached now.
+
+        Raises:
+            CacheModelMismatchError: neither one row nor as many as the cache holds.
+        """
+        self._settle()
+        input_ids = input_ids if input_ids.ndim == 2 else input_ids[None]
+        if self.trajectory.rows is not None and input_ids.shape[0] not in (1, self.trajectory.rows):
+            raise CacheModelMismatchError(
+                f"align() was given {input_ids.shape[0]} rows and the cache holds {self.trajectory.rows}."
+            )
+        row, length = self.trajectory.common_prefix(input_ids)
+        length = max(0, min(length, input_ids.shape[1] - 1))
+        if row >= 0:
+            self.batch_select_indices(torch.tensor([row]))
+        self.ledger.truncate(length)
+        self._after_cut()
+        return length
+
+    def reset(self) -> None:
+        """Empty the cache: tokens, buffers, and who had read what. The scheme and its options stay."""
+        self._settle()
+        self.ledger.clear()
+        self.trajectory.clear()
+        self.banks, self._bank_of = {}, {}
+        for layer in self.layers:
+            layer.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder batch rows, as beam search does: row i becomes what row ``beam_idx[i]`` was."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep batch rows ``indices`` only (an index or a bool mask [B])."""
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row ``repeats`` times."""
+        if self.trajectory.rows is not None:
+            self._select(torch.arange(self.trajectory.rows).repeat_interleave(repeats))
+
+    def buffers(self) -> Iterator[GrowableBuffer]:
+        """Every buffer of the cache, the token record's included."""
+        for layer in self.layers:
+            yield from layer.buffers()
+        yield from self.trajectory.buffers()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
+        """An independent cache on the same model: buffers and record are copied, the model is not."""
+        self._settle()
+        new: LoRASharedCache = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__)
+        new.ledger, new.trajectory = self.ledger.copy(), self.trajectory.copy()
+        new.banks, new._bank_of = {key: bank.copy() for key, bank in self.banks.items()}, dict(self._bank_of)
+        new._declared = copy.copy(self._declared)
+        new.layers = [layer.copy(new) for layer in self.layers]
+        return new
+
+    # --- what people look at -------------------------------------------------------------------------------------------
+
+    @property
+    def agents(self) -> dict[str, int]:
+        """Tokens in the cache for each agent that has taken a turn, in order of first appearance."""
+        return {agent_label(agent): self.ledger.length(agent, self._own_keys(agent)) for agent in self.ledger.turns}
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows, or -1 while the cache is empty."""
+        return self.trajectory.rows if self.trajectory.rows is not None else -1
+
+    @property
+    def handover_window(self) -> int:
+        """Tokens that an agent runs again when it takes over."""
+        return self.ledger.window
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes in use and reserved by K, V and LR, per agent, and what the same tokens would take unshared."""
+        return memory_report(self)
+
+    def __repr__(self) -> str:
+        facts = self._facts()
+        width = max(map(len, facts))
+        return "LoRASharedCache\n" + "\n".join(f"  {name:{width}}  {value}" for name, value in facts.items())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items())
+        return f"<table><caption>LoRASharedCache</caption>{rows}</table>{self.memory_report()._repr_html_()}"
+
+    def _facts(self) -> dict[str, str]:
+        report = self.memory_report()
+        window = f", handover_window={self.handover_window}" if self.handover_window else ""
+        share = f" ({report.in_use_bytes / report.unshared_bytes:.1%})" if report.unshared_bytes else ""
+        return {
+            "scheme": f"{self.scheme.name}{window}: {self.scheme.summary}",
+            "agents": ", ".join(f"{name} ({read:,})" for name, read in self.agents.items()) or "none yet",
+            "tokens": f"{self.ledger.total:,}" + (f" in {self.batch_size} rows" if self.batch_size > 1 else ""),
+            "bytes": f"{report.in_use_bytes:,} in use, {report.reserved_bytes:,} reserved",
+            "unshared": f"{report.unshared_bytes:,} bytes{share}",
+        }
+
+    # --- who keeps what where ------------------------------------------------------------------------------------------
+
+    def stream_of(self, agent: Agent) -> Agent | None:
+        """Key of the K and V buffers an agent reads."""
+        return agent if self.scheme.kv == "per_agent" else None
+
+    def active_stream(self) -> Agent | None:
+        """Key of the K and V buffers of the agent now active."""
+        return self.stream_of(self.binding.agent())
+
+    def drop_unused(self) -> None:
+        """Let go of buffers of which nothing is in use."""
+        for layer in self.layers:
+            if not self.ledger.total:
+                layer.clear()
+            for group, lengths in ((layer.lr, self.ledger.lr), (layer.k, self.ledger.streams), (layer.v, self.ledger.streams)):
+                for key in [key for key in group if key is not None and not lengths.get(key, 0)]:  # type: ignore[call-overload]
+                    del group[key]
+
+    def _starting_adapters(self, agent: Agent) -> list[str]:
+        names = self._declared if self._declared is not None else self.binding.adapters()
+        return list(dict.fromkeys([*names, *agent]))
+
+    def _check_declared(self) -> None:
+        unknown = set(self._declared or ()) - set(self.binding.adapters())
+        if unknown:
+            raise UnsupportedAdapterError(
+                f"agents names {sorted(unknown)}, which are not loaded. Loaded LoRA adapters: {self.binding.adapters()}."
+            )
+
+    def _plan_banks(self, agent: Agent) -> tuple[dict[Hashable, LRBank], dict[str, Hashable]]:
+        """The banks there are once ``agent`` runs, and where each adapter's LR lies. Changes nothing."""
+        kind = self.scheme.lr
+        if kind == "none":
+            return {}, {}
+        if self.ledger.total and agent in self.ledger.turns:
+            return self.banks, self._bank_of
+        v_projs = self.binding.v_projs
+        banks, bank_of = (dict(self.banks), dict(self._bank_of)) if self.ledger.total else ({}, {})
+        align = self._align
+        if kind == "per_agent":
+            if agent not in banks and any(lora_a(v_proj, name) is not None for v_proj in v_projs for name in agent):
+                banks[agent] = LRBank.build(v_projs, agent, align)
+            return banks, bank_of
+        if not banks:
+            adapters = self._starting_adapters(agent)
+            banks[0] = LRBank.build(v_projs, adapters, align)
+            bank_of = {adapter: 0 for adapter in adapters if adapter in banks[0]}
+            difference = banks[0].unshared() if kind == "one_a" else None
+            if difference is not None:
+                raise self._unequal(*difference)
+        for adapter in agent:
+            if adapter in bank_of or all(lora_a(v_proj, adapter) is None for v_proj in v_projs):
+                continue
+            layer = 0
+            for key, bank in banks.items():
+                columns, missing = bank.alias(v_projs, adapter)
+                if missing is None:
+                    banks[key], bank_of[adapter] = bank.copy(), key
+                    banks[key].join(columns)
+                    break
+                layer = missing
+            else:
+                if kind == "one_a":
+                    raise self._unequal(layer, next(iter(bank_of), "those cached"), adapter)
+                bank_of[adapter] = len(banks)
+                banks[len(banks)] = LRBank.build(v_projs, [adapter], align)
+        return banks, bank_of
+
+    def _unequal(self, position: int, first: str, second: str) -> SharedAMismatchError:
+        name = list(self.binding.layers.values())[position].name
+        return SharedAMismatchError(
+            f"base_lr_shared needs one A for all adapters, but {first!r} and {second!r} differ at {name}.v_proj. Use "
+            "scheme='base_lr_stacked', which keeps an LR cache per distinct A, train adapters with a shared A, or name "
+            "the ones that share it in agents=."
+        )
+
+    def _own(
+        self, agent: Agent, banks: dict[Hashable, LRBank], bank_of: dict[str, Hashable]
+    ) -> list[tuple[str, Hashable]]:
+        """(adapter, bank) for each adapter of the agent that has an LR."""
+        if self.scheme.lr == "per_agent":
+            return [(adapter, agent) for adapter in agent if agent in banks and adapter in banks[agent]]
+        return [(adapter, bank_of[adapter]) for adapter in agent if adapter in bank_of]
+
+    def _own_keys(self, agent: Agent) -> list[Hashable]:
+        if not self.ledger.total or not self.scheme.splits_values:
+            return []
+        return [key for _, key in self._own(agent, *self._plan_banks(agent))]
+
+    def _check_agent(self, agent: Agent) -> None:
+        self.binding.check_regular()
+        if not self.scheme.splits_values:
+            return
+        self.binding.check_splittable(agent, self.scheme.name)
+        if not self.ledger.total:
+            return
+        for adapter, key in self._own(agent, self.banks, self._bank_of):
+            position = self.banks[key].changed_layer(self.binding.v_projs, adapter)
+            if position is not None:
+                name = list(self.binding.layers.values())[position].name
+                raise AdapterChangedError(
+                    f"A of adapter {adapter!r} at {name}.v_proj is not the one its {self.ledger.lr.get(key, 0)} cached "
+                    "positions were written with. Call cache.reset() and run the prompt again, load the adapter under "
+                    "another name, or put the old weights back."
+                )
+
+    def _keeps_attention(self, asked: bool) -> bool:
+        """Whether this forward runs the model's own attention function."""
+        keep = asked or self.attention == "keep" or not self.binding.can_switch_attention()
+        if keep and self.scheme.splits_values and not self._said_keep:
+            self._said_keep = True
+            logger.info(
+                "The model's own attention runs on values put together from base and LR, layer by layer: correct, slower "
+                "than flash_lora_attention."
+            )
+        return keep
+
+    def _settle(self) -> None:
+        """Undo a forward that was interrupted where no hook is called (Ctrl-C)."""
+        if self.binding.forward is not None:
+            self.binding.after(self.binding.decoder, (), {}, None)
+
+    def _after_cut(self) -> None:
+        self.trajectory.truncate(self.ledger.total)
+        self.drop_unused()
+
+    def _select(self, rows: Tensor) -> None:
+        self._settle()
+        if self.trajectory.rows is None:
+            return
+        if rows.numel() and (int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows):
+            raise IndexError(f"rows {rows.tolist()} were asked of a cache with {self.trajectory.rows}")
+        for buffer in self.buffers():
+            buffer.select(rows % self.trajectory.rows)
+        self.trajectory.rows = rows.numel()

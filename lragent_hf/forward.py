@@ -1,0 +1,168 @@
+"""One forward with a shared cache: what v_proj's hook computes, what `update` stores, and how it ends."""
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .adapters import agent_label, fold_b
+from .banks import LRBank
+from .binding import LayerBinding, Reading
+from .errors import OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
+from .ledger import Plan
+from .storage import GrowableBuffer
+from .trajectory import Step
+
+if TYPE_CHECKING:
+    from .cache import LoRASharedCache
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """The forward now running on a cache. It writes beyond the committed lengths only, or keeps what it overwrites.
+
+    Attributes:
+        cache, plan, step: whose, what it reads and writes, what it brought.
+        splits: whether v_proj gives X W0 alone and the adapter's part comes from the LR cache.
+        keep_attention: the model's own attention function runs, on V put together in `update`.
+        backend: of `flash_lora_attention`.
+    """
+
+    def __init__(
+        self,
+        cache: "LoRASharedCache",
+        plan: Plan,
+        step: Step,
+        conventions: frozenset[str],
+        own: list[tuple[str, Hashable]],
+        keep_attention: bool,
+    ):
+        self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
+        self.splits = cache.scheme.splits_values
+        self.keep_attention = keep_attention
+        self.backend = cache.backend
+        self._banks: list[tuple[Hashable, LRBank, int]] = [
+            (key, cache.banks[key], first) for key, first in plan.lr_from.items()
+        ]
+        self._overwritten: list[tuple[GrowableBuffer, int, Tensor]] = []
+        self._updated: set[int] = set()
+
+    def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> None:
+        """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes."""
+        if x.ndim != 3 or x.shape[:2] != (self.step.rows, self.step.count):
+            raise UnsupportedModelError(
+                f"{layer.name}.v_proj was given {tuple(x.shape)}, expected [{self.step.rows}, {self.step.count}, d_in]: "
+                "its rows are not the tokens of the batch, so they cannot be cached as LR. Use scheme='full_shared'."
+            )
+        layer.v_out = output
+        layer.v_version = _version(output)
+        for key, bank, first in self._banks:
+            stack = bank.stacks[layer.position]
+            if stack is not None:
+                rows = x if first == self.plan.past else x[:, first - self.plan.past :]
+                layer.lr_rows[key] = (first, functional.linear(rows.to(stack.dtype), stack))
+
+    def update(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store what is new of layer ``index``; return K and V_base (or V) [B, Hkv, past + q, D] as views."""
+        plan, store = self.plan, self.cache.layers[index]
+        layer = self.cache.binding.layers.get(index)
+        stream = self.cache.stream_of(plan.agent)
+        if self.splits:
+            if layer is None:
+                raise UnsupportedModelError(f"Layer {index} has no v_proj to take its LR from. Use scheme='full_shared'.")
+            self._check_value(layer, value)
+        skip = plan.kv_from - plan.past
+        if skip < key.shape[2]:
+            for group in (store.k, store.v):
+                self._keep(group.get(stream), plan.kv_from, self.cache.ledger.total)
+            store.write_kv(stream, plan.kv_from, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:])))
+        if layer is not None:
+            for bank, (first, rows) in layer.lr_rows.items():
+                self._keep(store.lr.get(bank), first, self.cache.ledger.lr[bank])
+                store.write_lr(bank, first, rows.to(value.dtype))
+        self._updated.add(index)
+        key, value = store.k[stream].read(plan.stop), store.v[stream].read(plan.stop)
+        if layer is not None and self.splits:
+            reading = self._reading(layer, value)
+            if self.keep_attention:
+                return key, _reconstruct(value, reading)
+            layer.reading = reading
+        return key, value
+
+    def commit(self) -> None:
+        """The decoder ran to its end: what was written becomes part of the cache."""
+        missing = set(self.cache.binding.layers) - self._updated if self.splits or not self._updated else None
+        if missing or not self._updated:
+            self.undo()
+            raise OutsideForwardError(
+                f"The forward ended without storing anything for layer(s) {sorted(missing or ()) or 'all'}: the model did "
+                "not use the cache it was given. Nothing was kept."
+            )
+        self.cache.ledger.commit(self.plan)
+        self.cache.trajectory.append(self.step, self.conventions)
+
+    def undo(self) -> None:
+        """Leave the cache as the last whole forward left it."""
+        for buffer, start, rows in reversed(self._overwritten):
+            buffer.write(start, rows)
+        self.cache.drop_unused()
+
+    def _keep(self, buffer: GrowableBuffer | None, start: int, valid: int) -> None:
+        stop = min(self.plan.stop, valid)
+        if buffer is not None and start < stop:
+            self._overwritten.append((buffer, start, buffer.read(stop, start).clone()))
+
+    def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
+        """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
+        out = layer.v_out
+        if layer.tapped != layer.expected_taps():
+            raise UnsupportedAdapterError(
+                f"{layer.name}.v_proj ({type(layer.v_proj).__name__}) did not hand adapters "
+                f"{agent_label(self.plan.agent)!r} to their LoRA variant, so base and LR cannot be told apart. "
+                "Use scheme='full_shared' or 'non_shared'."
+            )
+        same = out is not None and out.numel() == value.numel() and layer.v_version == _version(out)
+        if same and out.data_ptr() != value.data_ptr():  # type: ignore[union-attr]
+            rows, heads, count, dim = value.shape
+            same = torch.equal(out.view(rows, count, heads, dim).transpose(1, 2), value)  # type: ignore[union-attr]
+        if not same:
+            raise UnsupportedModelError(
+                f"{layer.name} changes values between v_proj and the cache (a norm, a clip, a rotation), so base and LR "
+                "do not add up there. Use scheme='full_shared' or 'non_shared'."
+            )
+
+    def _reading(self, layer: LayerBinding, value: Tensor) -> Reading:
+        """The agent's LR, a column slice of its bank, and its B, read from the adapters as they are now."""
+        parts: dict[tuple[Hashable, tuple[int, int]], Tensor] = {}
+        constant: Tensor | None = None
+        for adapter, key in self.own:
+            place = self.cache.banks[key].columns[layer.position].get(adapter)
+            if place is None:
+                continue
+            b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)  # type: ignore[arg-type]
+            parts[key, place] = parts[key, place] + b if (key, place) in parts else b
+            if bias is not None:
+                constant = bias if constant is None else constant + bias
+        if not parts:
+            return Reading(None, None, constant)
+        lr = self.cache.layers[layer.index].lr
+        slices = [lr[key].read(self.plan.stop)[..., first : first + rank] for key, (first, rank) in parts]
+        bs = list(parts.values())
+        if len(bs) == 1:
+            return Reading(slices[0], bs[0], constant)
+        return Reading(torch.cat(slices, -1), torch.cat(bs, 1), constant)
+
+
+def _reconstruct(value: Tensor, reading: Reading) -> Tensor:
+    """V = V_base + V_lr B (paper, section 3), for attention functions that know only K and V."""
+    if reading.v_lr is not None and reading.b is not None:
+        value = value + reading.v_lr.unsqueeze(1) @ reading.b
+    return value if reading.bias is None else value + reading.bias
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts in-place edits; inference tensors keep no count."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,109 @@
+"""How many bytes a cache holds, for what, and what the same tokens would take without sharing."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .adapters import agent_label
+
+if TYPE_CHECKING:
+    from .cache import LoRASharedCache
+
+__all__ = ["MemoryReport", "MemoryRow", "memory_report"]
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One kind of storage, summed over layers.
+
+    Attributes:
+        part: ``"K"``, ``"V"`` (whole), ``"V_base"`` or ``"LR"``.
+        owner: the agents it serves.
+        tokens: positions in use.
+        in_use_bytes, reserved_bytes: bytes of those positions, and of the buffers that hold them.
+    """
+
+    part: str
+    owner: str
+    tokens: int
+    in_use_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """``cache.memory_report()``: exact to the byte for what is in use.
+
+    Attributes:
+        scheme: its name.
+        rows: K, V and LR, per owner.
+        record_bytes: the token record (tokens and mask bits); not part of the sums.
+        unshared_bytes: K and V of the whole trajectory, once per agent that has taken a turn (what a cache per agent
+            takes as soon as each has read everything).
+    """
+
+    scheme: str
+    rows: tuple[MemoryRow, ...]
+    record_bytes: int
+    unshared_bytes: int
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of K, V and LR in use."""
+        return sum(row.in_use_bytes for row in self.rows)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers for K, V and LR, spare room included."""
+        return sum(row.reserved_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'part':8}{'agents':28}{'tokens':>8}{'in use':>14}{'reserved':>14}"]
+        lines += [
+            f"{row.part:8}{row.owner:28.28}{row.tokens:>8}{row.in_use_bytes:>14,}{row.reserved_bytes:>14,}" for row in self.rows
+        ]
+        lines.append(f"{'all':8}{self.scheme:28}{'':8}{self.in_use_bytes:>14,}{self.reserved_bytes:>14,}")
+        lines.append(f"unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        cells = [(r.part, r.owner, f"{r.tokens:,}", f"{r.in_use_bytes:,}", f"{r.reserved_bytes:,}") for r in self.rows]
+        cells.append(("all", self.scheme, "", f"{self.in_use_bytes:,}", f"{self.reserved_bytes:,}"))
+        head = "".join(f"<th>{name}</th>" for name in ("part", "agents", "tokens", "bytes in use", "bytes reserved"))
+        body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+        note = f"unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{note}</p>"
+
+
+def memory_report(cache: "LoRASharedCache") -> MemoryReport:
+    """Count the bytes of a cache. See ``MemoryReport``."""
+    ledger, scheme = cache.ledger, cache.scheme
+    sums: dict[tuple[str, str], list[int]] = {}
+
+    def add(part: str, owner: str, tokens: int, in_use: int, reserved: int) -> None:
+        row = sums.setdefault((part, owner), [tokens, 0, 0])
+        row[1] += in_use
+        row[2] += reserved
+
+    everyone = ", ".join(map(agent_label, ledger.turns)) or "all"
+    per_token = 0
+    for layer in cache.layers:
+        for part, group in (("K", layer.k), ("V_base" if scheme.splits_values else "V", layer.v)):
+            for stream, buffer in group.items():
+                tokens = ledger.total if stream is None else ledger.streams.get(stream, 0)
+                owner = everyone if stream is None else agent_label(stream)
+                add(part, owner, tokens, buffer.nbytes(tokens), buffer.nbytes(buffer.capacity))
+            if group:
+                per_token += next(iter(group.values())).nbytes(1)
+        for key, buffer in layer.lr.items():
+            tokens = ledger.lr.get(key, 0)
+            add("LR", ", ".join(cache.banks[key].adapters), tokens, buffer.nbytes(tokens), buffer.nbytes(buffer.capacity))
+    return MemoryReport(
+        scheme=scheme.name,
+        rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),
+        record_bytes=sum(buffer.nbytes(cache.trajectory.total) for buffer in cache.trajectory.buffers()),
+        unshared_bytes=per_token * ledger.total * len(ledger.turns),
+    )
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
