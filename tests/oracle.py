@@ -1,0 +1,224 @@
+"""The schemes as the paper defines them, written out plainly: lists that are concatenated, values that are materialised.
+
+Nothing here uses the library's code. Attention is an explicit softmax over K and V = V_base + V_lr B: transformers' own
+eager function for the error budget, and `exact_attention` for the oracle (eager takes its softmax in fp32 whatever the
+inputs are).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lragent_hf import CACHE_ARG
+
+Agent = tuple[str, ...]
+EXACT = "tests_exact"
+
+
+def exact_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Softmax attention in the inputs' own dtype, bool mask [B, 1, Lq, L]; rows that attend to nothing give zeros."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~attention_mask, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def exact_mask(*args: Any, **kwargs: Any) -> Tensor:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+AttentionInterface.register(EXACT, exact_attention)
+AttentionMaskInterface.register(EXACT, exact_mask)
+
+
+class NaiveCache(Cache):
+    """What one model's forward sees of a `NaiveRun`."""
+
+    def __init__(self, run: "NaiveRun", past: int):
+        super().__init__(layers=[])
+        self.run, self.past = run, past
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.past + query_length, 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.run.store(layer_idx, key, value)
+
+
+class NaiveRun:
+    """Agents taking turns on one trajectory under one scheme.
+
+    Args:
+        model: a PEFT model with eager attention, in the dtype to compute in.
+        scheme, window: as in the library.
+        agents: adapters whose LR is written from the first token on (stacked).
+    """
+
+    def __init__(self, model: Any, scheme: str, window: int = 0, agents: tuple[str, ...] = ("plan", "act", "reflect")):
+        self.model, self.scheme, self.window, self.agents = model, scheme, window, agents
+        base: PreTrainedModel = model.get_base_model()
+        self.attention = [layer.self_attn for layer in base.get_decoder().layers]
+        self.inputs: list[Tensor] = [torch.empty(0)] * len(self.attention)
+        for index, attention in enumerate(self.attention):
+            attention.v_proj.register_forward_pre_hook(self._remember(index))
+        self.tokens: Tensor | None = None
+        self.reset()
+
+    def _remember(self, index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.inputs[index] = args[0].detach()
+
+        return hook
+
+    def reset(self) -> None:
+        count = len(self.attention)
+        self.n = 0
+        self.k: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.v: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.lr: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.lr_length: dict[Any, int] = {}
+        self.read: dict[Agent, int] = {}
+        self.writer: list[Agent] = []
+        self.progress: tuple[Agent, int] | None = None
+
+    # --- lengths --------------------------------------------------------------------------------------------------------
+
+    def _lr_key(self, agent: Agent, adapter: str) -> Any:
+        return (agent, adapter) if self.scheme == "base_shared" else adapter
+
+    def _has_lr(self, adapter: str) -> bool:
+        return any(adapter in getattr(attention.v_proj, "lora_A", {}) for attention in self.attention)
+
+    def length(self, agent: Agent) -> int:
+        if self.scheme == "non_shared":
+            return self.read.get(agent, 0)
+        length = self.n
+        if self.scheme.startswith("base"):
+            for adapter in agent:
+                if self._has_lr(adapter):
+                    length = min(length, self.lr_length.get(self._lr_key(agent, adapter), 0))
+        if self.window and self.n and self.writer[-1] != agent:
+            if self.progress is not None and self.progress[0] == agent:
+                return min(length, self.progress[1])
+            length = min(length, max(0, self.n - self.window))
+        return length
+
+    # --- one forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, agent: Agent, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Run ``ids`` [B, q], which start where the agent stands. Returns logits [B, q, vocab]."""
+        self.agent, self.past = agent, self.length(agent)
+        self.stop = self.past + ids.shape[1]
+        self.kv_from = self.n
+        if self.window and self.n and self.writer[-1] != agent:
+            started = self.progress is not None and self.progress[0] == agent
+            self.kv_from = self.past if started else max(self.past, self.n - self.window)
+        positions = None
+        if mask is not None:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, self.past : self.stop]
+        with torch.no_grad():
+            out = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                **{CACHE_ARG: NaiveCache(self, self.past)},
+            )  # fmt: skip
+        if self.scheme == "non_shared":
+            self.read[agent] = self.stop
+        for key in self.written:
+            self.lr_length[key] = max(self.lr_length.get(key, 0), self.stop)
+        if self.kv_from < self.stop:
+            self.writer[self.kv_from : self.stop] = [agent] * (self.stop - self.kv_from)
+        self.n = max(self.n, self.stop)
+        self.progress = (agent, self.stop) if self.window and self.kv_from < self.stop < self.n else None
+        return out.logits
+
+    def store(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """V = X W0 + s (X A) B, split as the scheme says, put together again for this agent."""
+        v_proj, x = self.attention[index].v_proj, self.inputs[index]
+        agent, past, stop = self.agent, self.past, self.stop
+        self.written: list[Any] = []
+        stream = agent if self.scheme == "non_shared" else None
+        first = past if self.scheme == "non_shared" else self.kv_from
+        split = self.scheme.startswith("base")
+        base = getattr(v_proj, "base_layer", v_proj)(x).view(*x.shape[:2], -1, value.shape[-1]).transpose(1, 2)
+        self.k[index][stream] = _put(self.k[index].get(stream), first, past, key, 2)
+        self.v[index][stream] = _put(self.v[index].get(stream), first, past, base if split else value, 2)
+        k, v = self.k[index][stream][:, :, :stop], self.v[index][stream][:, :, :stop]
+        if not split:
+            return k, v
+        adapters = agent if self.scheme == "base_shared" else tuple(dict.fromkeys((*self.agents, *agent)))
+        for adapter in adapters:
+            name = self._lr_key(agent, adapter)
+            length = self.lr_length.get(name, 0)
+            if not self._has_lr(adapter) or (adapter not in agent and length < self.n):
+                continue
+            start = max(past, min(length, self.kv_from))
+            if start < stop:
+                self.written.append(name)
+                if adapter in v_proj.lora_A:
+                    rows = x @ v_proj.lora_A[adapter].weight.T
+                    self.lr[index][name] = _put(self.lr[index].get(name), start, past, rows, 1)
+        for adapter in agent:
+            if adapter in getattr(v_proj, "lora_A", {}):
+                b = v_proj.lora_B[adapter].weight * v_proj.scaling[adapter]
+                part = self.lr[index][self._lr_key(agent, adapter)][:, :stop] @ b.T
+                v = v + part.view(*part.shape[:2], -1, value.shape[-1]).transpose(1, 2)
+                if v_proj.lora_B[adapter].bias is not None:
+                    constant = v_proj.lora_B[adapter].bias * v_proj.scaling[adapter]
+                    v = v + constant.view(1, -1, 1, value.shape[-1])
+        return k, v
+
+    # --- undoing --------------------------------------------------------------------------------------------------------
+
+    def crop(self, agent: Agent, count: int) -> None:
+        if self.progress is not None and self.progress[0] == agent:
+            self.progress = (agent, max(0, self.progress[1] - count))
+            return
+        window, self.window = self.window, 0
+        length = self.length(agent)
+        self.window = window
+        if length == self.n:
+            self.n = max(0, self.n - count)
+            del self.writer[self.n :]
+            self.progress = None
+            self.lr_length = {name: min(length, self.n) for name, length in self.lr_length.items()}
+            self.read = {name: min(length, self.n) for name, length in self.read.items()}
+        elif self.scheme == "non_shared":
+            self.read[agent] = max(0, length - count)
+        else:
+            for adapter in agent:
+                name = self._lr_key(agent, adapter)
+                if self.lr_length.get(name, 0) < self.n:
+                    self.lr_length[name] = min(self.lr_length.get(name, 0), max(0, length - count))
+
+
+def _put(old: Tensor | None, first: int, past: int, rows: Tensor, dim: int) -> Tensor:
+    """``old`` up to ``first``, then ``rows`` (which start at ``past``) from there on, then what of ``old`` lies behind."""
+    if old is None:
+        return rows
+    rows = rows.narrow(dim, min(first - past, rows.shape[dim]), max(0, rows.shape[dim] - (first - past)))
+    end = first + rows.shape[dim]
+    tail = [old.narrow(dim, end, old.shape[dim] - end)] if old.shape[dim] > end else []
+    return torch.cat([old.narrow(dim, 0, first), rows, *tail], dim)
+
+
+def assert_close_to_oracle(name: str, got: Tensor, oracle: Tensor, eager: Tensor) -> None:
+    """``got`` may be twice as far from the fp64 oracle as eager in the same dtype is, by maximum and by RMS."""
+    scale = oracle.abs().max().item()
+    ours, theirs = (got.double() - oracle).abs(), (eager.double() - oracle).abs()
+    tiny = 8 * torch.finfo(got.dtype).eps * scale
+    report = (
+        f"{name}: max error {ours.max():.3g} against {theirs.max():.3g} of eager, "
+        f"RMS ratio {(ours.square().mean() / theirs.square().mean().clamp(min=1e-300)).sqrt():.3g}, scale {scale:.3g}"
+    )
+    assert not got.isnan().any(), report
+    assert ours.max() <= 2 * theirs.max() + tiny, report
+    assert ours.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + tiny, report

@@ -1,0 +1,189 @@
+"""Any sequence of turns: every scheme equals its plain definition (tests/oracle.py) within the error of eager."""
+
+import copy
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracle import EXACT, Agent, NaiveRun, assert_close_to_oracle
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lragent_hf import CACHE_ARG, LoRASharedCache
+from lragent_hf.ledger import Ledger
+
+SCHEMES = ("non_shared", "full_shared", "base_shared", "base_lr_shared", "base_lr_stacked")
+WINDOWED = ("full_shared", "base_lr_shared", "base_lr_stacked")
+AGENTS: tuple[Agent, ...] = (("plan",), ("act",), ("reflect",), (), ("act", "plan"), ("queries",))
+VOCAB = 61
+
+
+@cache
+def models(shared_a: bool) -> tuple[Any, Any, Any]:
+    """One tiny Llama with GQA and four adapters, three times: ours (fp32), and eager in fp32 and fp64 for the oracle."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=36, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=6, max_position_embeddings=512, attn_implementation="eager",
+    )  # fmt: skip
+    base = LlamaForCausalLM(config)
+    modules = ["q_proj", "v_proj", "o_proj", "up_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules), adapter_name="plan")
+    model.add_adapter("act", LoraConfig(r=4 if shared_a else 3, lora_alpha=6, target_modules=modules, use_rslora=True))
+    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules))
+    model.add_adapter("queries", LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+    if shared_a:
+        for layer in model.get_base_model().model.layers:
+            a = layer.self_attn.v_proj.lora_A
+            for adapter in ("act", "reflect"):
+                a[adapter].weight.data.copy_(a["plan"].weight.data)
+    model.eval()
+    exact = copy.deepcopy(model).double()
+    exact.get_base_model().set_attn_implementation(EXACT)
+    return model, copy.deepcopy(model), exact
+
+
+def activate(model: Any, agent: Agent) -> None:
+    if agent:
+        model.base_model.enable_adapter_layers()
+        model.base_model.set_adapter(list(agent))
+    else:
+        model.base_model.disable_adapter_layers()
+
+
+class Turns(RuleBasedStateMachine):
+    """Agents take turns, in one forward or in chunks; turns are cut back, and forwards fail."""
+
+    scheme = ""
+
+    @initialize(
+        rows=st.integers(1, 2),
+        pads=st.integers(0, 3),
+        window=st.sampled_from((0, 0, 1, 3, 7, 100)),
+        shared_a=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
+    def start(self, rows: int, pads: int, window: int, shared_a: bool, seed: int) -> None:
+        shared_a = shared_a or self.scheme == "base_lr_shared"
+        window = window if self.scheme in WINDOWED else 0
+        self.ours, eager, exact = models(shared_a)
+        self.cache = LoRASharedCache(
+            self.ours, scheme=self.scheme, handover_window=window, agents=["plan", "act", "reflect", "queries"]
+        )
+        self.runs = [NaiveRun(model, self.scheme, window) for model in (eager, exact)]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows, self.pads = rows, pads if rows > 1 else 0
+        self.empty()
+
+    def empty(self) -> None:
+        self.ids = torch.zeros((self.rows, 0), dtype=torch.long)
+        self.mask = torch.zeros((self.rows, 0), dtype=torch.long)
+
+    def tokens(self, count: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB, (self.rows, count), generator=self.generator)
+
+    def grow(self, count: int) -> None:
+        """New tokens; the first ones of the second row are left padding."""
+        mask = torch.ones((self.rows, count), dtype=torch.long)
+        if self.ids.shape[1] == 0 and self.rows > 1:
+            mask[1, : min(self.pads, count - 1)] = 0
+        self.ids, self.mask = torch.cat([self.ids, self.tokens(count)], 1), torch.cat([self.mask, mask], 1)
+
+    def run_ours(self, start: int, stop: int) -> torch.Tensor:
+        mask = self.mask[:, :stop]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
+        with torch.no_grad():
+            out = self.ours(
+                input_ids=self.ids[:, start:stop], attention_mask=mask, position_ids=positions, **{CACHE_ARG: self.cache}
+            )
+        return out.logits  # type: ignore[no-any-return]
+
+    @rule(agent=st.sampled_from(AGENTS), count=st.integers(1, 9), chunk=st.sampled_from((1, 2, 5, 100, 100)))
+    def turn(self, agent: Agent, count: int, chunk: int) -> None:
+        self.grow(count)
+        for model in (self.ours, *(run.model for run in self.runs)):
+            activate(model, agent)
+        start, total = self.cache.get_seq_length(), self.ids.shape[1]
+        assert start == self.runs[0].length(agent), f"{agent} stands at {start}, not {self.runs[0].length(agent)}"
+        while start < total:
+            stop = min(total, start + chunk)
+            logits = self.run_ours(start, stop)
+            eager, exact = (run.forward(agent, self.ids[:, start:stop], self.mask[:, :stop]) for run in self.runs)
+            attended = self.mask[:, start:stop].bool()
+            if attended.any():
+                name = f"{self.scheme} {agent} {start}:{stop}"
+                assert_close_to_oracle(name, logits[attended], exact[attended], eager[attended])
+            start = stop
+            assert self.cache.get_seq_length() == start
+
+    @rule(count=st.integers(0, 12))
+    def crop(self, count: int) -> None:
+        agent = self.cache.binding.agent()
+        self.cache.crop(-count)
+        for run in self.runs:
+            if count and run.n:
+                run.crop(agent, count)
+        assert self.cache.get_seq_length() == self.runs[0].length(agent)
+        self.ids, self.mask = self.ids[:, : self.runs[0].n], self.mask[:, : self.runs[0].n]
+
+    @rule(agent=st.sampled_from(AGENTS), count=st.integers(1, 4), layer=st.integers(0, 1))
+    def failing_turn(self, agent: Agent, count: int, layer: int) -> None:
+        """A layer raises: nothing has happened."""
+        ids, mask = self.ids, self.mask
+        self.grow(count)
+        activate(self.ours, agent)
+        before = self.cache.get_seq_length()
+
+        def fail(*args: Any) -> None:
+            raise RuntimeError("on purpose")
+
+        handle = self.ours.get_base_model().model.layers[layer].mlp.register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                self.run_ours(before, self.ids.shape[1])
+        finally:
+            handle.remove()
+        assert self.cache.get_seq_length() == before
+        self.ids, self.mask = ids, mask
+
+    @precondition(lambda self: self.ids.shape[1] > 20)
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        for run in self.runs:
+            run.reset()
+        self.empty()
+
+    @rule()
+    def copied(self) -> None:
+        """Go on with a copy; the original is dropped."""
+        self.cache = copy.deepcopy(self.cache)
+
+    @invariant()
+    def lengths_are_consistent(self) -> None:
+        if hasattr(self, "cache"):
+            ledger: Ledger = self.cache.ledger
+            assert ledger.total == self.runs[0].n == self.cache.trajectory.total == self.ids.shape[1]
+            assert all(length <= ledger.total for length in (*ledger.lr.values(), *ledger.streams.values()))
+            if self.scheme != "non_shared":
+                assert ledger.writers == self.runs[0].writer
+
+
+def machine(scheme: str) -> Any:
+    machine = type(scheme, (Turns,), {"scheme": scheme})
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=int(os.environ.get("N", 30)), stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, **({"phases": [Phase.generate]} if os.environ.get("QUICK") else {})
+    )
+    return case
+
+
+TestNonShared, TestFullShared, TestBaseShared, TestBaseLRShared, TestBaseLRStacked = map(machine, SCHEMES)
