@@ -59,7 +59,11 @@ def sliding_window_of(mask_function: Any) -> int | None | bool:
 
 def _closure(function: Any) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or cells is None else dict(zip(code.co_freevars, (c.cell_contents for c in cells), strict=True))
+    return (
+        {}
+        if code is None or cells is None
+        else dict(zip(code.co_freevars, (c.cell_contents for c in cells), strict=True))
+    )
 
 
 _AND_CODE = and_masks(causal_mask_function).__code__

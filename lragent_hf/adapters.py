@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from .errors import UnsupportedAdapterError
 
-__all__ = ["Agent", "agent_label", "check_splittable", "fold_b", "is_mixed_batch", "lora_a", "read_agent", "tuner_layers"]
+__all__ = [
+    "Agent",
+    "agent_label",
+    "check_splittable",
+    "fold_b",
+    "is_mixed_batch",
+    "lora_a",
+    "read_agent",
+    "tuner_layers",
+]
 
 Agent = tuple[str, ...]
 """The adapters an agent runs with, sorted; ``()`` is the base model."""
@@ -40,7 +49,7 @@ def read_agent(layer: BaseTunerLayer) -> Agent:
 
 def is_mixed_batch(layer: BaseTunerLayer) -> bool:
     """Whether PEFT is about to run each row of the batch with an adapter of its own (``adapter_names=``)."""
-    hooks = layer._forward_pre_hooks.values()  # type: ignore[attr-defined]
+    hooks = layer._forward_pre_hooks.values()
     return any("adapter_names" in (getattr(hook, "keywords", None) or ()) for hook in hooks)
 
 
@@ -66,7 +75,9 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
     return folded, bias
 
 
-def check_splittable(name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str], ours: Any) -> None:
+def check_splittable(
+    name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str], ours: Any
+) -> None:
     """Refuse, by name, what V = X W0 + (X A) B does not describe on this attention layer.
 
     Args:

@@ -41,7 +41,7 @@ class Tap(LoraVariant):
     def __init__(self, layer: "LayerBinding"):
         self.layer = layer
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
         if self.layer.tapping:
@@ -58,15 +58,15 @@ class Tap(LoraVariant):
 
     @staticmethod
     def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)  # type: ignore[operator]
+        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod
     def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
-        orig_weight.data += module.get_delta_weight(active_adapter)  # type: ignore[operator]
+        orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
     def unmerge(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)  # type: ignore[operator]
+        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
 class LayerBinding:
@@ -103,21 +103,21 @@ class LayerBinding:
 
     def resolve(self) -> bool:
         """Hook v_proj as it is now (loading an adapter can replace the module). Returns whether it had changed."""
-        v_proj = self.attention.v_proj
+        v_proj: nn.Module = self.attention.v_proj  # type: ignore[assignment]
         if v_proj is self.v_proj:
             return False
         if self._handle is not None:
             self._handle.remove()
         self.v_proj = v_proj
-        self._handle = v_proj.register_forward_hook(self._project, with_kwargs=True)  # type: ignore[union-attr,operator]
+        self._handle = v_proj.register_forward_hook(self._project, with_kwargs=True)
         return True
 
     def set_taps(self) -> None:
         """Tap the adapters that v_proj is about to run."""
         self.tapping = True
         v_proj = self.v_proj
-        if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:  # type: ignore[attr-defined]
-            for adapter in v_proj.active_adapters:  # type: ignore[attr-defined]
+        if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:
+            for adapter in v_proj.active_adapters:
                 if adapter in v_proj.lora_A:
                     v_proj.lora_variant[adapter] = self.tap
                     self._tapped_adapters.append(adapter)
@@ -160,7 +160,11 @@ class ModelBinding:
         self.decoder = decoder
         self.layers: dict[int, LayerBinding] = {}
         for name, module in decoder.named_modules():
-            if hasattr(module, "v_proj") and hasattr(module, "k_proj") and isinstance(getattr(module, "layer_idx", None), int):
+            if (
+                hasattr(module, "v_proj")
+                and hasattr(module, "k_proj")
+                and isinstance(getattr(module, "layer_idx", None), int)
+            ):
                 layer = LayerBinding(self, len(self.layers), module.layer_idx, name, module)
                 self.layers[layer.index] = layer
                 module.__dict__[_ATTRIBUTE] = layer
@@ -186,7 +190,9 @@ class ModelBinding:
         """The agent that would run now, read from the adapted layers themselves."""
         probe = self._probe
         if probe is None or getattr(probe[0], probe[1], None) is not probe[2]:
-            self._probe = probe = next(((parent, child, layer) for _, parent, child, layer in tuner_layers(self.decoder)), None)
+            self._probe = probe = next(
+                ((parent, child, layer) for _, parent, child, layer in tuner_layers(self.decoder)), None
+            )
         if probe is None:
             return ()
         if is_mixed_batch(probe[2]):

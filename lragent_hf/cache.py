@@ -158,13 +158,13 @@ class LoRASharedCache(Cache):
                 "LoRASharedCache.update was called outside a forward of its model's decoder. If the model was detached, "
                 "call lragent_hf.attach(model); do not call decoder layers by hand."
             )
-        return forward.update(layer_idx, key_states, value_states)  # type: ignore[no-any-return]
+        return forward.update(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that the agent now active has in the cache. Constant during a forward; asking changes nothing."""
         forward = self.binding.forward
         if forward is not None and forward.cache is self:
-            return forward.plan.past  # type: ignore[no-any-return]
+            return forward.plan.past
         agent = self.binding.agent()
         return self.ledger.length(agent, self._own_keys(agent))
 
@@ -285,7 +285,9 @@ class LoRASharedCache(Cache):
         return "LoRASharedCache\n" + "\n".join(f"  {name:{width}}  {value}" for name, value in facts.items())
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items())
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items()
+        )
         return f"<table><caption>LoRASharedCache</caption>{rows}</table>{self.memory_report()._repr_html_()}"
 
     def _facts(self) -> dict[str, str]:
@@ -315,8 +317,12 @@ class LoRASharedCache(Cache):
         for layer in self.layers:
             if not self.ledger.total:
                 layer.clear()
-            for group, lengths in ((layer.lr, self.ledger.lr), (layer.k, self.ledger.streams), (layer.v, self.ledger.streams)):
-                for key in [key for key in group if key is not None and not lengths.get(key, 0)]:  # type: ignore[call-overload]
+            for group, lengths in (
+                (layer.lr, self.ledger.lr),
+                (layer.k, self.ledger.streams),
+                (layer.v, self.ledger.streams),
+            ):
+                for key in [key for key in group if key is not None and not lengths.get(key, 0)]:
                     del group[key]
 
     def _starting_adapters(self, agent: Agent) -> list[str]:

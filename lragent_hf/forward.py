@@ -72,13 +72,18 @@ class Forward:
         stream = self.cache.stream_of(plan.agent)
         if self.splits:
             if layer is None:
-                raise UnsupportedModelError(f"Layer {index} has no v_proj to take its LR from. Use scheme='full_shared'.")
+                raise UnsupportedModelError(
+                    f"Layer {index} has no v_proj to take its LR from. Use scheme='full_shared'."
+                )
             self._check_value(layer, value)
         skip = plan.kv_from - plan.past
         if skip < key.shape[2]:
-            for group in (store.k, store.v):
-                self._keep(group.get(stream), plan.kv_from, self.cache.ledger.total)
-            store.write_kv(stream, plan.kv_from, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:])))
+            if stream is None:  # an agent's own stream is only ever appended to
+                for group in (store.k, store.v):
+                    self._keep(group.get(stream), plan.kv_from, self.cache.ledger.total)
+            store.write_kv(
+                stream, plan.kv_from, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:]))
+            )
         if layer is not None:
             for bank, (first, rows) in layer.lr_rows.items():
                 self._keep(store.lr.get(bank), first, self.cache.ledger.lr[bank])
@@ -142,7 +147,7 @@ class Forward:
             place = self.cache.banks[key].columns[layer.position].get(adapter)
             if place is None:
                 continue
-            b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)  # type: ignore[arg-type]
+            b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)
             parts[key, place] = parts[key, place] + b if (key, place) in parts else b
             if bias is not None:
                 constant = bias if constant is None else constant + bias

@@ -59,7 +59,8 @@ class MemoryReport:
     def __str__(self) -> str:
         lines = [f"{'part':8}{'agents':28}{'tokens':>8}{'in use':>14}{'reserved':>14}"]
         lines += [
-            f"{row.part:8}{row.owner:28.28}{row.tokens:>8}{row.in_use_bytes:>14,}{row.reserved_bytes:>14,}" for row in self.rows
+            f"{row.part:8}{row.owner:28.28}{row.tokens:>8}{row.in_use_bytes:>14,}{row.reserved_bytes:>14,}"
+            for row in self.rows
         ]
         lines.append(f"{'all':8}{self.scheme:28}{'':8}{self.in_use_bytes:>14,}{self.reserved_bytes:>14,}")
         lines.append(f"unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes")
@@ -96,7 +97,13 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
                 per_token += next(iter(group.values())).nbytes(1)
         for key, buffer in layer.lr.items():
             tokens = ledger.lr.get(key, 0)
-            add("LR", ", ".join(cache.banks[key].adapters), tokens, buffer.nbytes(tokens), buffer.nbytes(buffer.capacity))
+            add(
+                "LR",
+                ", ".join(cache.banks[key].adapters),
+                tokens,
+                buffer.nbytes(tokens),
+                buffer.nbytes(buffer.capacity),
+            )
     return MemoryReport(
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),

@@ -10,14 +10,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 __all__ = ["GrowableBuffer", "SharedLayer"]
 
-_ROUND = 64  # capacities are multiples of this many positions
+_SPARE = 256  # positions of spare room at least: growing a short buffer often costs more than the room
 
 
 class GrowableBuffer:
     """A tensor with room to spare along ``dim``, written in place: appending never copies what is there.
 
-    It does not know how much of it is valid: lengths live once, in the cache. Growing adds an eighth, so the
-    capacity in reserve stays below 12.5 % (plus rounding), and a token is copied eight times at most on average.
+    It does not know how much of it is valid: lengths live once, in the cache. Growing adds an eighth (or ``_SPARE``), so
+    a token is copied eight times on average however long the buffer, and long buffers reserve 12.5 % at most.
 
     Args:
         dim: the dimension of positions: 2 for K and V [B, H, L, D], 1 for LR [B, L, R] and for the token record [B, L].
@@ -67,9 +67,8 @@ class GrowableBuffer:
         return new
 
     def _grow(self, like: Tensor, kept: int, needed: int) -> None:
-        capacity = -(-(needed + max(_ROUND, needed // 8)) // _ROUND) * _ROUND
         shape = list(like.shape)
-        shape[self.dim] = max(capacity, self.least)
+        shape[self.dim] = max(needed + max(_SPARE, needed // 8), self.least)
         # A buffer born in inference mode could not be written outside it.
         with torch.inference_mode(False):
             data = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -135,16 +134,16 @@ class SharedLayer(CacheLayerMixin):
     # --- what transformers asks of a layer ---------------------------------------------------------------------------
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
+    def is_initialized(self) -> bool:
         return bool(self.k)
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         """K of the active agent, [B, Hkv, L, D], a view."""
         return self._active(self.k)
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         """V of the active agent, or V_base where the scheme splits values, [B, Hkv, L, D], a view."""
         return self._active(self.v)
 

@@ -133,7 +133,9 @@ class Trajectory:
         length = min(self.total, input_ids.shape[1])
         if not length or self.rows is None:
             return -1, 0
-        same = (self.tokens.read(length) == input_ids[:, :length].to(self.tokens.read(0).device)) | ~self.mask.read(length)
+        same = (self.tokens.read(length) == input_ids[:, :length].to(self.tokens.read(0).device)) | ~self.mask.read(
+            length
+        )
         lengths = same.long().cumprod(1).sum(1)
         if input_ids.shape[0] == self.rows:
             return -1, int(lengths.min())
@@ -141,7 +143,10 @@ class Trajectory:
         return row, int(lengths[row])
 
     def _check_width(self, step: Step) -> None:
-        for name, tensor, width in (("attention_mask", step.mask, step.stop), ("position_ids", step.position_ids, step.count)):
+        for name, tensor, width in (
+            ("attention_mask", step.mask, step.stop),
+            ("position_ids", step.position_ids, step.count),
+        ):
             if tensor is not None and tensor.shape[-1] != width:
                 raise TrajectoryMismatchError(
                     f"{name} covers {tensor.shape[-1]} position(s), but {step.past} are cached for agent "

@@ -68,7 +68,7 @@ def test_the_next_agent_runs_what_it_has_not_read(scheme: str) -> None:
     assert talk.turn("reflect")[0] == talk.ids.shape[1] - 4
     assert talk.turn("act")[0] == talk.ids.shape[1] - 4 - read
     if scheme == "base_shared":  # and the base cache is not written twice
-        assert talk.cache.ledger.writers[:total - 1] == [("plan",)] * (total - 1)
+        assert talk.cache.ledger.writers[: total - 1] == [("plan",)] * (total - 1)
 
 
 @pytest.mark.parametrize("scheme", ["full_shared", "base_lr_shared", "base_lr_stacked"])
@@ -91,7 +91,11 @@ def test_a_window_as_long_as_the_context_is_exact(scheme: str, window: int, chun
         talk.turn(agent, prefill_chunk_size=chunk)
         prompt = talk.ids[:, : before.shape[1] + NEW]
         alone = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, **{CACHE_ARG: DynamicCache()}
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=4,
+            do_sample=False,
+            **{CACHE_ARG: DynamicCache()},
         )
         assert torch.equal(alone, talk.ids)
         new = torch.randint(1, 90, (1, 1))

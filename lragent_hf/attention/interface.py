@@ -1,6 +1,6 @@
 """What transformers calls: our attention function and the mask function that goes with it."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def attention(
                     "Make the cache with attention='keep'."
                 )
             window = getattr(attention_mask, _WINDOW)
-        output = flash_lora_attention(
+        output = flash_lora_attention(  # type: ignore[assignment]  # a tensor: no return_lse
             query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
             key_padding_mask=attention_mask, softcap=softcap, backend=backend,
         )  # fmt: skip

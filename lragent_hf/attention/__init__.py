@@ -1,0 +1,164 @@
+"""Attention over a value cache that is kept in two parts, V = V_base + V_lr B. One function, several backends."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lragent_hf.attention.blockwise import blockwise_attention
+from lragent_hf.attention.reference import reference_attention
+from lragent_hf.errors import BackendUnavailableError
+
+__all__ = ["flash_lora_attention"]
+
+_log = logging.getLogger("lragent_hf")
+
+
+def flash_lora_attention(
+    q: Tensor,
+    k: Tensor,
+    v_base: Tensor,
+    v_lr: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale Q K^T) (V_base + V_lr B): Flash-LoRA-Attention of LRAgent (arXiv 2602.01053).
+
+    Shapes, with Hq a multiple of Hkv (query head h reads kv head h // (Hq / Hkv)) and all in one floating dtype:
+
+        q [B, Hq, Lq, D]    k, v_base [B, Hkv, Lk, D]    v_lr [B, Lk, R]    b [Hkv, R, D] or [B, Hkv, R, D]
+
+    Args:
+        q, k, v_base: queries, keys, and the base cache X W0. Views of longer buffers are welcome.
+        v_lr, b: the LR cache X A and the adapter's B with its scaling folded in. Both or neither.
+        scale: on the scores; D ** -0.5 if None.
+        causal: query i sees the keys up to Lk - Lq + i (bottom-right aligned: the queries are the last positions).
+        window: the query at position p sees only keys j with p - j < window (if causal: the last ones, with itself).
+        key_padding_mask: [B, Lk] bool, True = attend.
+        softcap: scores become softcap * tanh(scores / softcap).
+        return_lse: also return the log of each row's sum of exponentials (merges attention over parts of a context).
+        backend: "auto", "reference" (the plain definition), "blockwise" (PyTorch) or "triton" (GPU kernels).
+
+    Returns:
+        [B, Hq, Lq, D] in q's dtype, and with return_lse also [B, Hq, Lq] in float32 (float64 for float64 inputs).
+        A row that sees no key gives zeros, and -inf.
+
+    Raises:
+        ValueError: arguments that do not fit together, or an unknown backend.
+        BackendUnavailableError: the backend asked for by name cannot run here.
+    """
+    if not (
+        q.dim() == k.dim() == 4
+        and k.shape == v_base.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+        and q.dtype == k.dtype == v_base.dtype
+        and q.is_floating_point()
+        and q.device == k.device == v_base.device
+    ):
+        raise ValueError(_wrong_qkv(q, k, v_base))
+    if (v_lr is not None or b is not None) and (problem := _wrong_low_rank(k, v_lr, b)):
+        raise ValueError(problem)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees itself), got {window}; None means no window.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; None means no cap.")
+    if key_padding_mask is not None and (
+        key_padding_mask.dtype != torch.bool
+        or key_padding_mask.shape != (k.shape[0], k.shape[2])
+        or key_padding_mask.device != k.device
+    ):
+        raise ValueError(
+            f"key_padding_mask must be bool [B, Lk] = {[k.shape[0], k.shape[2]]} on {k.device}, True = attend; got "
+            f"{_show(key_padding_mask)}. An integer mask of ones and zeros: mask.bool(). Other masks: expand "
+            "the values (v_base + v_lr[:, None] @ b) and use an attention that takes them."
+        )
+
+    run = _automatic(q.device.type) if backend == "auto" else _named(backend)
+    return run(
+        q,
+        k,
+        v_base,
+        v_lr,
+        b,
+        scale=scale,
+        causal=causal,
+        window=window,
+        key_padding_mask=key_padding_mask,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+
+
+@functools.cache
+def _automatic(device: str) -> Callable[..., Any]:
+    """The backend for a device type, chosen and logged at its first use."""
+    choice, run, why = "blockwise", blockwise_attention, f"PyTorch matrix products suit device {device!r}"
+    if device == "cuda":
+        try:
+            choice, run, why = "triton", _named("triton"), "a GPU, and the Triton kernels are there"
+        except BackendUnavailableError as error:
+            why = str(error)
+    _log.info("flash_lora_attention: backend %s (%s)", choice, why)
+    return run
+
+
+@functools.cache
+def _named(backend: str) -> Callable[..., Any]:
+    if backend == "reference":
+        return reference_attention
+    if backend == "blockwise":
+        return blockwise_attention
+    if backend == "triton":
+        try:
+            return importlib.import_module("lragent_hf.kernels").flash_lora_attention
+        except (ImportError, AttributeError) as error:
+            raise BackendUnavailableError(
+                f"backend 'triton': the kernels cannot be loaded ({error}). Install triton, or take backend='auto'."
+            ) from error
+    raise ValueError(f"unknown backend {backend!r}; there are 'auto', 'reference', 'blockwise' and 'triton'.")
+
+
+def _wrong_low_rank(k: Tensor, v_lr: Tensor | None, b: Tensor | None) -> str | None:
+    if v_lr is None or b is None:
+        given, missing = ("v_lr", "b") if b is None else ("b", "v_lr")
+        return f"{given} is given without {missing}: the low-rank part is V_lr B, pass both or neither."
+    batch, kv_heads, Lk, D = k.shape
+    if v_lr.dim() != 3 or v_lr.shape[:2] != (batch, Lk):
+        return f"v_lr must be [B, Lk, R] = [{batch}, {Lk}, R] (one for all heads), got {_show(v_lr)}."
+    rank = v_lr.shape[2]
+    if b.shape[-3:] != (kv_heads, rank, D) or not (b.dim() == 3 or (b.dim() == 4 and b.shape[0] == batch)):
+        return (
+            f"b must be [Hkv, R, D] = {[kv_heads, rank, D]}, or that for each row with B = {batch} in front, got "
+            f"{_show(b)}. From PEFT's lora_B.weight [Hkv * D, R]: weight.view(Hkv, D, R).transpose(1, 2) * scaling."
+        )
+    if not v_lr.dtype == b.dtype == k.dtype or not v_lr.device == b.device == k.device:
+        return f"v_lr ({_show(v_lr)}) and b ({_show(b)}) must have k's dtype and device ({_show(k)}): use .to(k)."
+    return None
+
+
+def _wrong_qkv(q: Tensor, k: Tensor, v_base: Tensor) -> str:
+    return (
+        "q must be [B, Hq, Lq, D], k and v_base both [B, Hkv, Lk, D], Hq a multiple of Hkv, in one floating dtype on "
+        f"one device; got q {_show(q)}, k {_show(k)}, v_base {_show(v_base)}. Heads come before positions: "
+        "transpose(1, 2) if yours do not."
+    )
+
+
+def _show(t: Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"

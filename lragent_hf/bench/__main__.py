@@ -1,0 +1,36 @@
+"""Command line of the benchmarks."""
+
+import argparse
+from pathlib import Path
+
+from . import append, trace
+
+
+def main() -> None:
+    """Parse the command line and run one benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m lragent_hf.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("trace", help="agents taking 17 turns on one trajectory (LRAgent, appendix C.6)")
+    command.add_argument(
+        "--context", type=int, default=1024, help="tokens of each long observation (default: 5.0k in all)"
+    )
+    command.add_argument("--shape", choices=sorted(trace.SHAPES), default="small", help="random weights of this shape")
+    command.add_argument("--only", nargs="+", choices=trace.CONTENDERS, help="these contenders only")
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--threads", type=int, default=None, help="torch threads")
+    command.add_argument("--csv", type=Path, help="append one row a measurement to this file")
+
+    command = commands.add_parser("append", help="cost of appending one token at two lengths")
+    command.add_argument("--lengths", type=int, nargs=2, default=(1024, 32768))
+    command.add_argument("--repeats", type=int, default=9)
+
+    options = vars(parser.parse_args())
+    if options.pop("command") == "trace":
+        trace.run(**options)
+    else:
+        append.run(**options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The plain PyTorch backend against the oracle, over shapes, masks, layouts and dtypes."""
+
+import logging
+import math
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import assert_close_to_oracle, eager_attention, in_float64
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lragent_hf import attention
+from lragent_hf.attention import blockwise, flash_lora_attention
+from lragent_hf.attention.reference import reference_attention
+from lragent_hf.errors import BackendUnavailableError
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `layout`: "cache" = [B, Hkv, capacity, D] buffers, "interleaved" = [B, capacity, Hkv, D] transposed."""
+
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 2
+    Lq: int = 5
+    past: int = 7
+    D: int = 16
+    rank: int | None = 8
+    b_per_row: bool = False
+    layout: str = "cache"
+    padding: str = "none"
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    block_bytes: int = 256
+    copy_size: int = 1 << 15
+    seed: int = 0
+
+    @property
+    def Lk(self) -> int:
+        return max(0, self.Lq + self.past)
+
+    def tensors(self):
+        """q, k, v_base, v_lr, b: views of longer buffers whose other parts are NaN."""
+        make = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=make).to(self.dtype)
+
+        def in_buffer(t, dim, before=0, after=3):
+            """t as a view of a buffer that is longer along dim, NaN before and after it."""
+            shape = list(t.shape)
+            shape[dim] += before + after
+            view = torch.full(shape, math.nan, dtype=self.dtype).narrow(dim, before, t.shape[dim])
+            return view.copy_(t)
+
+        def heads(t):
+            if self.layout == "interleaved":
+                return in_buffer(t.transpose(1, 2), 1).transpose(1, 2)
+            return in_buffer(t, 2)
+
+        B, H, D = self.batch, self.kv_heads, self.D
+        q = random(B, self.Lq, H * self.group, D).transpose(1, 2)
+        k, v_base = heads(random(B, H, self.Lk, D)), heads(random(B, H, self.Lk, D))
+        if self.rank is None:
+            return q, k, v_base, None, None
+        v_lr = torch.full((B, self.Lk + 3, self.rank + 9), math.nan, dtype=self.dtype)[:, : self.Lk, 4 : 4 + self.rank]
+        v_lr.copy_(random(B, self.Lk, self.rank))
+        b = random(*([B] if self.b_per_row else []), H, D, self.rank).mT / self.rank**0.5
+        return q, k, v_base, v_lr, b
+
+    def options(self):
+        mask = None
+        if self.padding != "none":
+            make = torch.Generator().manual_seed(self.seed + 1)
+            real = torch.randint(0, self.Lk + 1, (self.batch, 1), generator=make)
+            if self.padding == "left":
+                mask = torch.arange(self.Lk) >= real
+            else:
+                mask = torch.rand(self.batch, self.Lk, generator=make) < 0.6
+            if self.padding == "blind":
+                mask[0] = False
+        plain = {"scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap}
+        return plain | {"key_padding_mask": mask}
+
+
+def check(case: Case) -> None:
+    tensors, options = case.tensors(), case.options()
+    oracle, oracle_lse = in_float64(*tensors, **options, return_lse=True)
+    eager, eager_lse = eager_attention(*tensors, **options)
+    with mock.patch.multiple(blockwise, _BLOCK_BYTES=case.block_bytes, _MIN_ROWS=1, _COPY_SIZE=case.copy_size):
+        out, lse = flash_lora_attention(*tensors, **options, return_lse=True, backend="blockwise")
+        alone = flash_lora_attention(*tensors, **options, backend="blockwise")
+    # What enters the sums: values for the output, for the log-sum-exp scores, at most scale |q| |k|.
+    ulp = torch.finfo(case.dtype).eps
+    q, k, v_base, v_lr, _ = tensors
+    values = max((float(t.abs().max()) for t in (v_base, v_lr) if t is not None and t.numel()), default=0.0)
+    scores = (case.scale or case.D**-0.5) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) if k.numel() else 0.0
+    assert_close_to_oracle("output", out, oracle, eager, rounding=ulp * values)
+    assert_close_to_oracle("log-sum-exp", lse, oracle_lse, eager_lse, rounding=ulp * max(1.0, scores))
+    assert torch.equal(alone, out)
+
+
+cases = st.builds(
+    Case,
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4]),
+    Lq=st.one_of(st.just(1), st.integers(1, 40), st.sampled_from([63, 64, 65, 129])),
+    past=st.one_of(st.just(0), st.integers(-9, 9), st.integers(10, 150)),
+    D=st.sampled_from([8, 16, 20, 64]),
+    rank=st.one_of(st.none(), st.integers(1, 128), st.sampled_from([1, 8, 16, 64, 128])),
+    b_per_row=st.booleans(),
+    layout=st.sampled_from(["cache", "interleaved"]),
+    padding=st.sampled_from(["none", "none", "left", "arbitrary", "blind"]),
+    causal=st.sampled_from([True, True, False]),
+    window=st.one_of(st.none(), st.integers(1, 160)),
+    softcap=st.sampled_from([None, None, 2.0, 30.0]),
+    scale=st.sampled_from([None, 0.05, 0.2]),
+    dtype=st.sampled_from(FLOATS),
+    block_bytes=st.sampled_from([4, 12, 64, 256]),
+    copy_size=st.sampled_from([1, 1 << 15]),
+    seed=st.integers(0, 2**20),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+@example(Case(Lq=3, past=-3))
+@example(Case(Lq=1, past=0, rank=1))
+@example(Case(Lq=200, past=100, group=4, D=64))
+@example(Case(Lq=9, past=-4, padding="blind"))
+@example(Case(Lq=130, past=1, window=3, padding="left", dtype=torch.bfloat16))
+def test_equals_the_oracle(case):
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("Lq", [1, 8, 300])
+def test_equals_the_oracle_over_a_long_context(Lq, dtype):
+    check(Case(batch=1, kv_heads=2, group=4, Lq=Lq, past=1500, D=64, dtype=dtype))
+
+
+@pytest.mark.parametrize("Lq", [1, 6, 40])
+def test_low_rank_term_counts(Lq):
+    q, k, v_base, v_lr, b = Case(Lq=Lq).tensors()
+    with_lr, without = flash_lora_attention(q, k, v_base, v_lr, b), flash_lora_attention(q, k, v_base)
+    assert (with_lr - without).abs().max() > 0.1
+    torch.testing.assert_close(flash_lora_attention(q, k, torch.zeros_like(v_base), v_lr, b), with_lr - without)
+
+
+def test_scratch_bound_shortens_blocks(monkeypatch):
+    monkeypatch.setattr(blockwise, "_SCRATCH_BYTES", 1)
+    check(Case(Lq=70, past=11))
+
+
+def test_oracle_is_the_definition():
+    """The oracle itself, against sums written out for each head, query and key."""
+    case = Case(batch=2, kv_heads=2, group=3, Lq=4, past=2, D=3, rank=2, padding="arbitrary", window=4, softcap=2.0)
+    q, k, v_base, v_lr, b = (t.double() for t in case.tensors())
+    out, lse = reference_attention(q, k, v_base, v_lr, b, **case.options(), return_lse=True)
+    mask = case.options()["key_padding_mask"]
+    for row in range(2):
+        for head in range(6):
+            kv = head // 3
+            for i in range(4):
+                keys = [j for j in range(6) if j <= 2 + i and 2 + i - j < 4 and mask[row, j]]
+                weights = [math.exp(2 * math.tanh(float(q[row, head, i] @ k[row, kv, j]) / 3**0.5 / 2)) for j in keys]
+                values = [v_base[row, kv, j] + v_lr[row, j] @ b[kv] for j in keys]
+                total = sum(weights)
+                want = sum((w / total * v for w, v in zip(weights, values, strict=True)), torch.zeros(3).double())
+                torch.testing.assert_close(out[row, head, i], want)
+                assert float(lse[row, head, i]) == pytest.approx(math.log(total) if keys else -math.inf)
+
+
+def test_agrees_with_sdpa():
+    q, k, v_base, v_lr, b = Case(batch=1, Lq=33, past=0).tensors()
+    v = v_base + v_lr[:, None] @ b
+    sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(flash_lora_attention(q, k, v_base, v_lr, b), sdpa)
+
+
+@pytest.mark.parametrize("Lq", [1, 20])
+def test_parts_of_a_context_merge_by_lse(Lq):
+    case = Case(Lq=Lq, past=30, padding="left")
+    q, k, v_base, v_lr, b = case.tensors()
+    mask = case.options()["key_padding_mask"]
+    whole = flash_lora_attention(q, k, v_base, v_lr, b, key_padding_mask=mask)
+    outs, lses = [], []
+    for part, causal in ((slice(0, 30), False), (slice(30, None), True)):
+        out, lse = flash_lora_attention(
+            q,
+            k[:, :, part],
+            v_base[:, :, part],
+            v_lr[:, part],
+            b,
+            key_padding_mask=mask[:, part],
+            causal=causal,
+            return_lse=True,
+        )
+        outs.append(out)
+        lses.append(lse)
+    weights = torch.stack(lses).softmax(0).nan_to_num(0.0)
+    torch.testing.assert_close((weights[..., None] * torch.stack(outs)).sum(0), whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 5, "padding": "blind"}], ids=str)
+@pytest.mark.parametrize("Lq", [1, 4, 70])
+def test_gradients_equal_the_oracles(Lq, options):
+    case = Case(Lq=Lq, past=9, dtype=torch.float64, **options)
+    leaves = [t.detach().clone().requires_grad_() for t in case.tensors()]
+    weight = torch.randn(leaves[0].shape, dtype=torch.float64)
+    both = []
+    for backend in ("blockwise", "reference"):
+        out, lse = flash_lora_attention(*leaves, **case.options(), return_lse=True, backend=backend)
+        loss = (out * weight).sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+        both.append(torch.autograd.grad(loss, leaves))
+    for name, got, want in zip(("q", "k", "v_base", "v_lr", "b"), *both, strict=True):
+        torch.testing.assert_close(got, want, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes, in elements, of every storage that operations bring into being."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.seen = {t.untyped_storage().data_ptr() for t in known}
+        self.kept, self.sizes = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.seen:
+                self.kept.append(t)  # alive, so that its address is not handed out again
+                self.seen.add(t.untyped_storage().data_ptr())
+                self.sizes.append(t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", ["cache", "interleaved"])
+@pytest.mark.parametrize("Lq", [1, 4])
+def test_few_queries_copy_neither_keys_nor_values(Lq, layout, dtype):
+    case = Case(batch=3, Lq=Lq, past=400, D=64, layout=layout, dtype=dtype, padding="left", window=300)
+    tensors, options = case.tensors(), case.options()
+    with Allocations(*tensors) as allocations:
+        flash_lora_attention(*tensors, **options)
+    per_row = 300 * 2 * 64  # elements of one row's K within the window
+    assert max(allocations.sizes) < per_row / 2 * (3 if layout == "cache" else 1)
+
+
+def test_prefill_never_holds_all_scores():
+    case = Case(batch=1, kv_heads=1, group=4, Lq=512, past=100, D=8)
+    tensors = case.tensors()
+    with Allocations(*tensors) as allocations:
+        flash_lora_attention(*tensors)
+    assert max(allocations.sizes) <= 4 * 64 * case.Lk
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("Lq", [1, 9])
+def test_autograd_contexts(Lq, context):
+    case = Case(Lq=Lq)
+    tensors = case.tensors()
+    with torch.inference_mode():
+        born_in_inference = [t.clone() for t in tensors]
+    with context():
+        for these in (tensors, born_in_inference):
+            torch.testing.assert_close(flash_lora_attention(*these), reference_attention(*these))
+
+
+@pytest.mark.parametrize("Lq", [1, 9])
+def test_memory_layout_suits_the_output_projection(Lq):
+    assert flash_lora_attention(*Case(Lq=Lq).tensors()).transpose(1, 2).is_contiguous()
+
+
+def arguments(**changes):
+    names = ("q", "k", "v_base", "v_lr", "b")
+    return dict(zip(names, Case().tensors(), strict=True)) | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 5, 16)}, "multiple of Hkv"),
+        ({"q": torch.zeros(2, 4, 16)}, "q must be"),
+        ({"q": torch.zeros(2, 4, 5, 16).half()}, "one floating dtype"),
+        ({"k": torch.zeros(2, 2, 11, 16)}, r"k \[2, 2, 11, 16\]"),
+        ({"b": None}, "without b"),
+        ({"v_lr": None}, "without v_lr"),
+        ({"v_lr": torch.zeros(2, 2, 12, 8)}, "one for all heads"),
+        ({"v_lr": torch.zeros(2, 11, 8)}, "v_lr must be"),
+        ({"b": torch.zeros(2, 16, 8)}, "lora_B"),
+        ({"b": torch.zeros(3, 2, 8, 16)}, "b must be"),
+        ({"b": torch.zeros(2, 8, 16).half()}, "dtype and device"),
+        ({"window": 0}, "window must be"),
+        ({"softcap": 0.0}, "softcap must be"),
+        ({"key_padding_mask": torch.ones(2, 12)}, r"mask\.bool\(\)"),
+        ({"key_padding_mask": torch.ones(2, 5).bool()}, "key_padding_mask"),
+        ({"backend": "flash"}, "'blockwise'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        flash_lora_attention(**arguments(**changes))
+
+
+@pytest.fixture
+def fresh_choice():
+    for choice in (attention._automatic, attention._named):
+        choice.cache_clear()
+    yield
+    for choice in (attention._automatic, attention._named):
+        choice.cache_clear()
+
+
+def test_auto_says_once_what_it_took(fresh_choice, caplog):
+    with caplog.at_level(logging.INFO, logger="lragent_hf"):
+        for _ in range(3):
+            flash_lora_attention(**arguments())
+    assert [r.getMessage() for r in caplog.records if "blockwise" in r.getMessage()] == [
+        "flash_lora_attention: backend blockwise (PyTorch matrix products suit device 'cpu')"
+    ]
+
+
+def test_backend_that_cannot_be_loaded_is_refused(fresh_choice, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lragent_hf.kernels", None)  # what Python does for a module that is not there
+    with pytest.raises(BackendUnavailableError, match="backend='auto'"):
+        flash_lora_attention(**arguments(), backend="triton")
+    run = attention._automatic("cuda")
+    assert run is blockwise.blockwise_attention
