@@ -39,7 +39,7 @@ def set_attn_implementation(config: Any, name: str | None) -> None:
     config._attn_implementation_internal = name
 
 
-def sliding_window_of(mask_function: Any) -> int | None | bool:
+def sliding_window_of(mask_function: Any) -> int | bool | None:
     """What a mask function of transformers means to a kernel.
 
     Returns:

@@ -131,15 +131,15 @@ class LoRASharedCache(Cache):
             self._check_agent(agent)
         banks, bank_of = self._plan_banks(agent)
         own = self._own(agent, banks, bank_of)
-        plan = self.ledger.plan(agent, [key for _, key in own], count)
+        keys = [key for _, key in own]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        step = Step(agent, plan.past, count, rows, inputs.device, input_ids, mask, position_ids)
+        past = self.ledger.length(agent, keys)
+        step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
-        self.banks, self._bank_of = banks, bank_of
-        for key in banks:
-            self.ledger.lr.setdefault(key, 0)
-        plan = self.ledger.plan(agent, [key for _, key in own], count)
-        return Forward(self, plan, step, conventions, own, self._keeps_attention(keep_attention))
+        if banks is not self.banks:
+            self.banks, self._bank_of = banks, bank_of
+            self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in banks}
+        return Forward(self, self.ledger.plan(agent, keys, count), step, conventions, own, self._keeps_attention(keep_attention))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

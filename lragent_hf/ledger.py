@@ -133,6 +133,9 @@ class Ledger:
         """Cut the trajectory to ``total`` positions for every agent."""
         if total >= self.total:
             return
+        if total == 0:
+            self.clear()
+            return
         self.total = total
         self.streams = {agent: min(length, total) for agent, length in self.streams.items()}
         self.lr = {bank: min(length, total) for bank, length in self.lr.items()}

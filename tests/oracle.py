@@ -65,6 +65,7 @@ class NaiveRun:
 
     def __init__(self, model: Any, scheme: str, window: int = 0, agents: tuple[str, ...] = ("plan", "act", "reflect")):
         self.model, self.scheme, self.window, self.agents = model, scheme, window, agents
+        self.known: list[str] = []
         base: PreTrainedModel = model.get_base_model()
         self.attention = [layer.self_attn for layer in base.get_decoder().layers]
         self.inputs: list[Tensor] = [torch.empty(0)] * len(self.attention)
@@ -93,7 +94,18 @@ class NaiveRun:
     # --- lengths --------------------------------------------------------------------------------------------------------
 
     def _lr_key(self, agent: Agent, adapter: str) -> Any:
-        return (agent, adapter) if self.scheme == "base_shared" else adapter
+        """Whose LR rows an adapter reads: its own, or those of one that joined before it with the same A."""
+        if self.scheme == "base_shared":
+            return (agent, adapter)
+        known = self.known if self.n else list(dict.fromkeys((*self.agents, *agent)))
+        return next((name for name in known if self._same_a(name, adapter)), adapter)
+
+    def _same_a(self, first: str, second: str) -> bool:
+        def a(module: Any, name: str) -> Any:
+            return module.lora_A[name].weight if name in getattr(module, "lora_A", {}) else None
+
+        pairs = [(a(attention.v_proj, first), a(attention.v_proj, second)) for attention in self.attention]
+        return first == second or all(x is not None and y is not None and torch.equal(x, y) for x, y in pairs)
 
     def _has_lr(self, adapter: str) -> bool:
         return any(adapter in getattr(attention.v_proj, "lora_A", {}) for attention in self.attention)
@@ -117,6 +129,7 @@ class NaiveRun:
     def forward(self, agent: Agent, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Run ``ids`` [B, q], which start where the agent stands. Returns logits [B, q, vocab]."""
         self.agent, self.past = agent, self.length(agent)
+        self.known = list(dict.fromkeys((*(self.known if self.n else self.agents), *agent)))
         self.stop = self.past + ids.shape[1]
         self.kv_from = self.n
         if self.window and self.n and self.writer[-1] != agent:
@@ -154,11 +167,12 @@ class NaiveRun:
         k, v = self.k[index][stream][:, :, :stop], self.v[index][stream][:, :, :stop]
         if not split:
             return k, v
-        adapters = agent if self.scheme == "base_shared" else tuple(dict.fromkeys((*self.agents, *agent)))
+        adapters = agent if self.scheme == "base_shared" else tuple(self.known)
         for adapter in adapters:
             name = self._lr_key(agent, adapter)
             length = self.lr_length.get(name, 0)
-            if not self._has_lr(adapter) or (adapter not in agent and length < self.n):
+            own = name in [self._lr_key(agent, mine) for mine in agent]
+            if not self._has_lr(adapter) or name in self.written or (not own and length < self.n):
                 continue
             start = max(past, min(length, self.kv_from))
             if start < stop:

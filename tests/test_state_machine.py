@@ -68,17 +68,17 @@ class Turns(RuleBasedStateMachine):
         pads=st.integers(0, 3),
         window=st.sampled_from((0, 0, 1, 3, 7, 100)),
         shared_a=st.booleans(),
+        late=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def start(self, rows: int, pads: int, window: int, shared_a: bool, seed: int) -> None:
+    def start(self, rows: int, pads: int, window: int, shared_a: bool, late: bool, seed: int) -> None:
         storage._SPARE = 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
         window = window if self.scheme in WINDOWED else 0
         self.ours, eager, exact = models(shared_a)
-        self.cache = LoRASharedCache(
-            self.ours, scheme=self.scheme, handover_window=window, agents=["plan", "act", "reflect", "queries"]
-        )
-        self.runs = [NaiveRun(model, self.scheme, window) for model in (eager, exact)]
+        agents = ("plan", "queries") if late else ("plan", "act", "reflect", "queries")  # late: the others join
+        self.cache = LoRASharedCache(self.ours, scheme=self.scheme, handover_window=window, agents=agents)
+        self.runs = [NaiveRun(model, self.scheme, window, agents) for model in (eager, exact)]
         self.generator = torch.Generator().manual_seed(seed)
         self.rows, self.pads = rows, pads if rows > 1 else 0
         self.empty()

@@ -1,6 +1,6 @@
 """What transformers calls: our attention function and the mask function that goes with it."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
