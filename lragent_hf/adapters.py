@@ -15,6 +15,7 @@ __all__ = [
     "Agent",
     "agent_label",
     "check_splittable",
+    "end_mixed_batch",
     "fold_b",
     "is_mixed_batch",
     "lora_a",
@@ -47,10 +48,21 @@ def read_agent(layer: BaseTunerLayer) -> Agent:
     return (names[0],) if len(names) == 1 else tuple(sorted(names))
 
 
-def is_mixed_batch(layer: BaseTunerLayer) -> bool:
+def is_mixed_batch(layer: nn.Module) -> bool:
     """Whether PEFT is about to run each row of the batch with an adapter of its own (``adapter_names=``)."""
-    hooks = layer._forward_pre_hooks.values()
-    return any("adapter_names" in (getattr(hook, "keywords", None) or ()) for hook in hooks)
+    return any(_names_adapters(hook) for hook in layer._forward_pre_hooks.values())
+
+
+def end_mixed_batch(root: nn.Module) -> None:
+    """Remove PEFT's ``adapter_names`` hooks, which it leaves behind when a forward under them raises."""
+    for module in root.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if _names_adapters(hook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _names_adapters(hook: Any) -> bool:
+    return "adapter_names" in (getattr(hook, "keywords", None) or ())
 
 
 def lora_a(layer: nn.Module, adapter: str) -> Tensor | None:

@@ -5,7 +5,6 @@ written) -> per layer: v_proj (tap and hook), `cache.update`, attention -> decod
 Between forwards, and in forwards with any other cache, nothing is switched and nothing is tapped.
 """
 
-import logging
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .adapters import Agent, check_splittable, is_mixed_batch, read_agent, tuner_layers
+from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, read_agent, tuner_layers
 from .attention import interface
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 
 __all__ = ["LayerBinding", "ModelBinding", "Reading", "attach", "detach"]
-
-logger = logging.getLogger("lragent_hf")
 
 _ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
 
@@ -130,9 +127,10 @@ class LayerBinding:
                     del self.v_proj.lora_variant[adapter]
         self._tapped_adapters.clear()
 
-    def expected_taps(self) -> int:
-        """How many adapters `set_taps` tapped: as many must have come through v_proj."""
-        return len(self._tapped_adapters)
+    @property
+    def tapped_adapters(self) -> list[str]:
+        """The adapters that `set_taps` tapped: all of them must come through v_proj."""
+        return self._tapped_adapters
 
     def detach(self) -> None:
         """Remove hook, taps and the mark on the module."""
@@ -141,10 +139,13 @@ class LayerBinding:
             self._handle.remove()
         self.attention.__dict__.pop(_ATTRIBUTE, None)
 
-    def _project(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def _project(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
         forward = self.owner.forward
-        if forward is not None and forward.splits:
-            forward.project(self, args[0], output)
+        if forward is None or not forward.splits:
+            return None
+        return forward.project(self, args[0], output)
 
 
 class ModelBinding:
@@ -196,6 +197,7 @@ class ModelBinding:
         if probe is None:
             return ()
         if is_mixed_batch(probe[2]):
+            end_mixed_batch(self.decoder)
             raise UnsupportedAdapterError(
                 "adapter_names= (a different adapter per row) is not supported with a LoRASharedCache: run a batch per "
                 "adapter, each with its own cache."
@@ -235,8 +237,7 @@ class ModelBinding:
 
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way."""
-        if self.forward is not None:  # the last one was interrupted by something no hook is called for (Ctrl-C)
-            self.after(decoder, args, kwargs, None)
+        self.settle()
         cache = _compat.cache_argument(decoder, args, kwargs, "cache")
         if not hasattr(cache, "begin"):
             return
@@ -275,6 +276,11 @@ class ModelBinding:
             )
         forward.commit()
 
+    def settle(self) -> None:
+        """Undo a forward that was interrupted by something torch calls no hook for (Ctrl-C)."""
+        if self.forward is not None:
+            self.after(self.decoder, (), {}, None)
+
     def resolve(self) -> bool:
         """Renew the hooks on projections that were replaced. Returns whether any was."""
         changed = [layer.resolve() for layer in self.layers.values()]
@@ -296,6 +302,7 @@ class ModelBinding:
 
     def detach(self) -> None:
         """Remove every hook, tap and mark."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         for layer in self.layers.values():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from .adapters import Agent, agent_label, lora_a
+from .attention import BACKENDS
 from .banks import LRBank
 from .binding import ModelBinding, attach
 from .errors import (
@@ -74,6 +75,8 @@ class LoRASharedCache(Cache):
         self.scheme = resolve_scheme(scheme)
         if attention not in ("auto", "keep"):
             raise ValueError(f"attention must be 'auto' or 'keep', not {attention!r}.")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, not {backend!r}.")
         if handover_window < 0:
             raise ValueError(f"handover_window counts tokens, it cannot be {handover_window}.")
         if handover_window and not self.scheme.takes_window:
@@ -162,9 +165,6 @@ class LoRASharedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that the agent now active has in the cache. Constant during a forward; asking changes nothing."""
-        forward = self.binding.forward
-        if forward is not None and forward.cache is self:
-            return forward.plan.past
         agent = self.binding.agent()
         return self.ledger.length(agent, self._own_keys(agent))
 
@@ -184,7 +184,7 @@ class LoRASharedCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end.")
-        self._settle()
+        self.binding.settle()
         if tokens_to_remove == 0 or not self.ledger.total:
             return
         agent = self.binding.agent()
@@ -204,7 +204,7 @@ class LoRASharedCache(Cache):
         Raises:
             CacheModelMismatchError: neither one row nor as many as the cache holds.
         """
-        self._settle()
+        self.binding.settle()
         input_ids = input_ids if input_ids.ndim == 2 else input_ids[None]
         if self.trajectory.rows is not None and input_ids.shape[0] not in (1, self.trajectory.rows):
             raise CacheModelMismatchError(
@@ -220,7 +220,7 @@ class LoRASharedCache(Cache):
 
     def reset(self) -> None:
         """Empty the cache: tokens, buffers, and who had read what. The scheme and its options stay."""
-        self._settle()
+        self.binding.settle()
         self.ledger.clear()
         self.trajectory.clear()
         self.banks, self._bank_of = {}, {}
@@ -248,7 +248,7 @@ class LoRASharedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
         """An independent cache on the same model: buffers and record are copied, the model is not."""
-        self._settle()
+        self.binding.settle()
         new: LoRASharedCache = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(self.__dict__)
@@ -341,7 +341,7 @@ class LoRASharedCache(Cache):
         kind = self.scheme.lr
         if kind == "none":
             return {}, {}
-        if self.ledger.total and agent in self.ledger.turns:
+        if self.ledger.total and (agent in self.banks or all(adapter in self._bank_of for adapter in agent)):
             return self.banks, self._bank_of
         v_projs = self.binding.v_projs
         banks, bank_of = (dict(self.banks), dict(self._bank_of)) if self.ledger.total else ({}, {})
@@ -369,8 +369,8 @@ class LoRASharedCache(Cache):
                     break
                 layer = missing
             else:
-                if kind == "one_a":
-                    raise self._unequal(layer, next(iter(bank_of), "those cached"), adapter)
+                if kind == "one_a" and bank_of:
+                    raise self._unequal(layer, next(iter(bank_of)), adapter)
                 bank_of[adapter] = len(banks)
                 banks[len(banks)] = LRBank.build(v_projs, [adapter], align)
         return banks, bank_of
@@ -424,17 +424,12 @@ class LoRASharedCache(Cache):
             )
         return keep
 
-    def _settle(self) -> None:
-        """Undo a forward that was interrupted where no hook is called (Ctrl-C)."""
-        if self.binding.forward is not None:
-            self.binding.after(self.binding.decoder, (), {}, None)
-
     def _after_cut(self) -> None:
         self.trajectory.truncate(self.ledger.total)
         self.drop_unused()
 
     def _select(self, rows: Tensor) -> None:
-        self._settle()
+        self.binding.settle()
         if self.trajectory.rows is None:
             return
         if rows.numel() and (int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from .adapters import agent_label, fold_b
 from .banks import LRBank
 from .binding import LayerBinding, Reading
-from .errors import OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
+from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
 from .ledger import Plan
 from .storage import GrowableBuffer
 from .trajectory import Step
@@ -50,20 +50,29 @@ class Forward:
         self._overwritten: list[tuple[GrowableBuffer, int, Tensor]] = []
         self._updated: set[int] = set()
 
-    def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> None:
-        """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes."""
+    def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> Tensor | None:
+        """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
+
+        Returns:
+            What v_proj is to give instead of ``output``: a copy that counts its in-place edits, where ``output`` does not.
+        """
         if x.ndim != 3 or x.shape[:2] != (self.step.rows, self.step.count):
             raise UnsupportedModelError(
                 f"{layer.name}.v_proj was given {tuple(x.shape)}, expected [{self.step.rows}, {self.step.count}, d_in]: "
                 "its rows are not the tokens of the batch, so they cannot be cached as LR. Use scheme='full_shared'."
             )
-        layer.v_out = output
-        layer.v_version = _version(output)
+        counted = None
+        if output.is_inference() and self.step.count > 1:
+            with torch.inference_mode(False):
+                counted = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+            output = counted.copy_(output)
+        layer.v_out, layer.v_version = output, _version(output)
         for key, bank, first in self._banks:
             stack = bank.stacks[layer.position]
             if stack is not None:
                 rows = x if first == self.plan.past else x[:, first - self.plan.past :]
                 layer.lr_rows[key] = (first, functional.linear(rows.to(stack.dtype), stack))
+        return counted
 
     def update(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store what is new of layer ``index``; return K and V_base (or V) [B, Hkv, past + q, D] as views."""
@@ -122,12 +131,17 @@ class Forward:
 
     def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
         """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
-        out = layer.v_out
-        if layer.tapped != layer.expected_taps():
+        out, tapped = layer.v_out, layer.tapped_adapters
+        if layer.tapped != len(tapped):
             raise UnsupportedAdapterError(
                 f"{layer.name}.v_proj ({type(layer.v_proj).__name__}) did not hand adapters "
                 f"{agent_label(self.plan.agent)!r} to their LoRA variant, so base and LR cannot be told apart. "
                 "Use scheme='full_shared' or 'non_shared'."
+            )
+        if len(tapped) != sum(adapter in self.cache.banks[key].columns[layer.position] for adapter, key in self.own):
+            raise AdapterChangedError(
+                f"Adapters {tapped} have LoRA on {layer.name}.v_proj now, and had not when their LR was cached. Call "
+                "cache.reset() and run the prompt again, or load the adapter under another name."
             )
         same = out is not None and out.numel() == value.numel() and layer.v_version == _version(out)
         if same and out.data_ptr() != value.data_ptr():  # type: ignore[union-attr]

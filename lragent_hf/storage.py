@@ -149,8 +149,8 @@ class SharedLayer(CacheLayerMixin):
 
     def _active(self, group: dict[Hashable, GrowableBuffer]) -> Tensor | None:
         owner = self._owner()
-        buffer = group.get(owner.active_stream())
-        return None if buffer is None else buffer.read(owner.get_seq_length())
+        buffer, length = group.get(owner.active_stream()), owner.get_seq_length()
+        return buffer.read(length) if buffer is not None and length else None
 
     def _owner(self) -> Any:
         owner = self._cache() if self._cache is not None else None

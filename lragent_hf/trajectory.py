@@ -61,6 +61,7 @@ class Trajectory:
         self.has_pads = False
         self.conventions = frozenset(("index", "count"))
         self.unknown_by: Agent | None = None
+        self.unknown_from = 0
 
     def buffers(self) -> tuple[GrowableBuffer, GrowableBuffer]:
         """The record's buffers, for whole-cache operations."""
@@ -77,6 +78,8 @@ class Trajectory:
         self.total = min(self.total, total)
         if self.total == 0:
             self.clear()
+        elif self.total <= self.unknown_from:
+            self.unknown_by = None
 
     def append(self, step: Step, conventions: frozenset[str]) -> None:
         """Record the positions of ``step`` that are new; ``conventions`` is what ``check`` returned for it."""
@@ -87,7 +90,8 @@ class Trajectory:
             return
         if step.tokens is None:
             tokens = torch.full((step.rows, new), _UNKNOWN, dtype=torch.int64, device=step.device)
-            self.unknown_by = step.agent
+            if self.unknown_by is None:
+                self.unknown_by, self.unknown_from = step.agent, self.total
         else:
             tokens = step.tokens[:, -new:]
         if step.mask is None:

@@ -15,7 +15,10 @@ from lragent_hf.attention.blockwise import blockwise_attention
 from lragent_hf.attention.reference import reference_attention
 from lragent_hf.errors import BackendUnavailableError
 
-__all__ = ["flash_lora_attention"]
+__all__ = ["BACKENDS", "flash_lora_attention"]
+
+BACKENDS = ("auto", "reference", "blockwise", "triton")
+"""Names that ``backend=`` takes."""
 
 _log = logging.getLogger("lragent_hf")
 
@@ -33,6 +36,11 @@ def flash_lora_attention(
     key_padding_mask: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    k_lr: Tensor | None = None,
+    b_k: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) (V_base + V_lr B): Flash-LoRA-Attention of LRAgent (arXiv 2602.01053).
@@ -50,6 +58,11 @@ def flash_lora_attention(
         key_padding_mask: [B, Lk] bool, True = attend.
         softcap: scores become softcap * tanh(scores / softcap).
         return_lse: also return the log of each row's sum of exponentials (merges attention over parts of a context).
+        k_lr, b_k: [B, Lk, Rk] and [Hkv, Rk, D] or [B, Hkv, Rk, D], for an adapter on k_proj: the keys are then
+            K + rot(K_lr B_k), rot the rotary embedding that k went through. Both or neither.
+        cos, sin: [Lk, Dr / 2] or [B or 1, Lk, Dr / 2], floating: the keys' angles, one for each pair of the Dr columns that
+            turn (of transformers' [.., Dr] the first half, or if interleaved every second). None: keys do not turn.
+        rotary_interleaved: pairs are columns (2i, 2i + 1), as in GPT-J; otherwise (i, i + Dr / 2), as in Llama.
         backend: "auto", "reference" (the plain definition), "blockwise" (PyTorch) or "triton" (GPU kernels).
 
     Returns:
@@ -58,7 +71,8 @@ def flash_lora_attention(
 
     Raises:
         ValueError: arguments that do not fit together, or an unknown backend.
-        BackendUnavailableError: the backend asked for by name cannot run here.
+        BackendUnavailableError: the backend asked for by name cannot run here, or not this call ("triton": gradients,
+            dtypes, head_dim and ranks it does not take).
     """
     if not (
         q.dim() == k.dim() == 4
@@ -73,6 +87,8 @@ def flash_lora_attention(
     ):
         raise ValueError(_wrong_qkv(q, k, v_base))
     if (v_lr is not None or b is not None) and (problem := _wrong_low_rank(k, v_lr, b)):
+        raise ValueError(problem)
+    if any(t is not None for t in (k_lr, b_k, cos, sin)) and (problem := _wrong_key_low_rank(k, k_lr, b_k, cos, sin)):
         raise ValueError(problem)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 (a query sees itself), got {window}; None means no window.")
@@ -90,6 +106,12 @@ def flash_lora_attention(
         )
 
     run = _automatic(q.device.type) if backend == "auto" else _named(backend)
+    triton = run is not blockwise_attention and run is not reference_attention
+    if triton and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):
+        if backend != "auto":
+            raise BackendUnavailableError(f"backend {backend!r}: {problem}.")
+        _say(f"flash_lora_attention: backend blockwise ({problem})")
+        run = blockwise_attention
     return run(
         q,
         k,
@@ -102,6 +124,11 @@ def flash_lora_attention(
         key_padding_mask=key_padding_mask,
         softcap=softcap,
         return_lse=return_lse,
+        k_lr=k_lr,
+        b_k=b_k,
+        cos=cos,
+        sin=sin,
+        rotary_interleaved=rotary_interleaved,
     )
 
 
@@ -126,12 +153,21 @@ def _named(backend: str) -> Callable[..., Any]:
         return blockwise_attention
     if backend == "triton":
         try:
-            return importlib.import_module("lragent_hf.kernels").flash_lora_attention
+            return _kernels().flash_lora_attention
         except (ImportError, AttributeError) as error:
             raise BackendUnavailableError(
                 f"backend 'triton': the kernels cannot be loaded ({error}). Install triton, or take backend='auto'."
             ) from error
     raise ValueError(f"unknown backend {backend!r}; there are 'auto', 'reference', 'blockwise' and 'triton'.")
+
+
+def _kernels() -> Any:
+    return importlib.import_module("lragent_hf.kernels")
+
+
+@functools.cache
+def _say(message: str) -> None:
+    _log.info(message)
 
 
 def _wrong_low_rank(k: Tensor, v_lr: Tensor | None, b: Tensor | None) -> str | None:
@@ -149,6 +185,35 @@ def _wrong_low_rank(k: Tensor, v_lr: Tensor | None, b: Tensor | None) -> str | N
         )
     if not v_lr.dtype == b.dtype == k.dtype or not v_lr.device == b.device == k.device:
         return f"v_lr ({_show(v_lr)}) and b ({_show(b)}) must have k's dtype and device ({_show(k)}): use .to(k)."
+    return None
+
+
+def _wrong_key_low_rank(
+    k: Tensor, k_lr: Tensor | None, b_k: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> str | None:
+    batch, _, Lk, D = k.shape
+    if k_lr is None or b_k is None:
+        return (
+            "k_lr and b_k: the keys' low-rank part is rot(K_lr B_k), pass both or neither; cos and sin only with them."
+        )
+    if problem := _wrong_low_rank(k, k_lr, b_k):
+        return problem.replace("v_lr", "k_lr").replace("lora_B", "k_proj's lora_B").replace("b must", "b_k must")
+    if (cos is None) != (sin is None):
+        return "cos and sin: pass both or neither."
+    if cos is not None and sin is not None:
+        fits = cos.shape == sin.shape and cos.shape[-2:-1] == (Lk,) and 2 <= 2 * cos.shape[-1] <= D
+        fits = fits and (cos.dim() == 2 or (cos.dim() == 3 and cos.shape[0] in (1, batch)))
+        if (
+            not fits
+            or not cos.is_floating_point()
+            or cos.dtype != sin.dtype
+            or not cos.device == sin.device == k.device
+        ):
+            return (
+                f"cos and sin must be floating [Lk, Dr / 2] = [{Lk}, up to {D // 2}], or that for each row with 1 or B = "
+                f"{batch} in front, on k's device; got {_show(cos)} and {_show(sin)}. Of transformers' [.., Dr]: the "
+                "first half of the columns, or for interleaved pairs every second."
+            )
     return None
 
 

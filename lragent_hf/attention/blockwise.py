@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lragent_hf.attention.reference import rotated
+
 __all__ = ["blockwise_attention"]
 
 _BLOCK_BYTES = 256  # rows of a query block times the element size: 64 rows in float32, 128 in half precision
@@ -42,14 +44,22 @@ def blockwise_attention(
     key_padding_mask: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    k_lr: Tensor | None = None,
+    b_k: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T) (V_base + V_lr B) by blocks of query rows.
 
     Arguments and results as for `lragent_hf.attention.flash_lora_attention`. Products run in the inputs' dtype, the
     softmax in at least float32. Any strides are taken without copying K or V (views of longer cache buffers above all).
-    Temporaries: one score block of O(block * Lk), and in long prefills one V of the call. The output's memory is laid
-    out [B, Lq, Hq, D], which is what a model's output projection reads. Differentiable, at the cost of keeping P.
+    Temporaries: one score block of O(block * Lk), in long prefills one V of the call, and with key LR one K. The
+    output's memory is laid out [B, Lq, Hq, D], which is what a model's output projection reads. Differentiable, at the
+    cost of keeping P.
     """
+    if k_lr is not None and b_k is not None:
+        k = k + rotated(k_lr[:, None] @ b_k, cos, sin, rotary_interleaved)
     batch, heads, Lq, D = q.shape
     kv_heads, Lk = k.shape[1], k.shape[2]
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}

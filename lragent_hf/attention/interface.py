@@ -97,6 +97,8 @@ def attention(
         if layer.reading is not None:
             v_lr, b, bias = layer.reading
             layer.reading = None
+    if query.dtype != value.dtype:  # autocast, where rotated queries and keys come in fp32; sdpa casts as well
+        query, key = query.to(value.dtype), key.to(value.dtype)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is not None and attention_mask.ndim != 2:

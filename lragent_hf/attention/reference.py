@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["reference_attention"]
+__all__ = ["reference_attention", "rotated"]
 
 
 def reference_attention(
@@ -24,18 +24,26 @@ def reference_attention(
     key_padding_mask: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    k_lr: Tensor | None = None,
+    b_k: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T) (V_base + V_lr B), with everything materialised: O(Lq * Lk) memory, differentiable.
 
     Arguments and results as for `lragent_hf.attention.flash_lora_attention`. Computes in the inputs' dtype promoted to
     at least float32 (float64 stays float64); the output is in q's dtype, the log-sum-exp in the dtype computed in.
     A row that sees no key gives zeros and a log-sum-exp of -inf.
+    With key LR, the keys are K + rot(K_lr B_k).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, Lq, D = q.shape
     kv_heads, Lk = k.shape[1], k.shape[2]
     Q = q.to(dtype).reshape(batch, kv_heads, heads // kv_heads, Lq, D)  # query heads grouped by the kv head they read
     K = k.to(dtype)
+    if k_lr is not None and b_k is not None:
+        K = K + rotated(k_lr.to(dtype)[:, None] @ b_k.to(dtype), cos, sin, rotary_interleaved)
     V = v_base.to(dtype)
     if v_lr is not None and b is not None:
         V = V + v_lr.to(dtype)[:, None] @ b.to(dtype)  # [B, 1, Lk, R] @ [(B,) Hkv, R, D]
@@ -49,6 +57,22 @@ def reference_attention(
     P = torch.exp(S - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])  # rows that see nothing: exp(-inf) = 0
     O = (P @ V[:, :, None]).reshape(q.shape).to(q.dtype)  # noqa: E741 (the paper's letter)
     return (O, lse.reshape(batch, heads, Lq)) if return_lse else O
+
+
+def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool = False) -> Tensor:
+    """x [B, H, L, D] turned by rotary angles: cos, sin [L, Dr / 2] or [B or 1, L, Dr / 2], one for each pair of columns.
+
+    Pairs are (i, i + Dr / 2), or if interleaved (2i, 2i + 1); columns from Dr on do not turn. In x's dtype.
+    """
+    if cos is None or sin is None:
+        return x
+    cos, sin = (t.to(x.dtype)[..., None, :, :] for t in (cos, sin))  # [(B,) 1, L, Dr / 2]
+    turning, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    pairs = turning.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    axis = -1 if interleaved else -2
+    first, second = pairs.unbind(axis)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
+    return torch.cat((turned.flatten(-2), rest), -1)
 
 
 def _visible(

@@ -1,16 +1,17 @@
 """The plain PyTorch backend against the oracle, over shapes, masks, layouts and dtypes."""
 
+import functools
 import logging
 import math
 import sys
-from dataclasses import dataclass
 from unittest import mock
 
+import cases
 import pytest
 import torch
+from cases import FLOATS, Case
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from oracle import assert_close_to_oracle, eager_attention, in_float64
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,98 +20,13 @@ from lragent_hf.attention import blockwise, flash_lora_attention
 from lragent_hf.attention.reference import reference_attention
 from lragent_hf.errors import BackendUnavailableError
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. `layout`: "cache" = [B, Hkv, capacity, D] buffers, "interleaved" = [B, capacity, Hkv, D] transposed."""
-
-    batch: int = 2
-    kv_heads: int = 2
-    group: int = 2
-    Lq: int = 5
-    past: int = 7
-    D: int = 16
-    rank: int | None = 8
-    b_per_row: bool = False
-    layout: str = "cache"
-    padding: str = "none"
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    dtype: torch.dtype = torch.float32
-    block_bytes: int = 256
-    copy_size: int = 1 << 15
-    seed: int = 0
-
-    @property
-    def Lk(self) -> int:
-        return max(0, self.Lq + self.past)
-
-    def tensors(self):
-        """q, k, v_base, v_lr, b: views of longer buffers whose other parts are NaN."""
-        make = torch.Generator().manual_seed(self.seed)
-
-        def random(*shape):
-            return torch.randn(*shape, generator=make).to(self.dtype)
-
-        def in_buffer(t, dim, before=0, after=3):
-            """t as a view of a buffer that is longer along dim, NaN before and after it."""
-            shape = list(t.shape)
-            shape[dim] += before + after
-            view = torch.full(shape, math.nan, dtype=self.dtype).narrow(dim, before, t.shape[dim])
-            return view.copy_(t)
-
-        def heads(t):
-            if self.layout == "interleaved":
-                return in_buffer(t.transpose(1, 2), 1).transpose(1, 2)
-            return in_buffer(t, 2)
-
-        B, H, D = self.batch, self.kv_heads, self.D
-        q = random(B, self.Lq, H * self.group, D).transpose(1, 2)
-        k, v_base = heads(random(B, H, self.Lk, D)), heads(random(B, H, self.Lk, D))
-        if self.rank is None:
-            return q, k, v_base, None, None
-        v_lr = torch.full((B, self.Lk + 3, self.rank + 9), math.nan, dtype=self.dtype)[:, : self.Lk, 4 : 4 + self.rank]
-        v_lr.copy_(random(B, self.Lk, self.rank))
-        b = random(*([B] if self.b_per_row else []), H, D, self.rank).mT / self.rank**0.5
-        return q, k, v_base, v_lr, b
-
-    def options(self):
-        mask = None
-        if self.padding != "none":
-            make = torch.Generator().manual_seed(self.seed + 1)
-            real = torch.randint(0, self.Lk + 1, (self.batch, 1), generator=make)
-            if self.padding == "left":
-                mask = torch.arange(self.Lk) >= real
-            else:
-                mask = torch.rand(self.batch, self.Lk, generator=make) < 0.6
-            if self.padding == "blind":
-                mask[0] = False
-        plain = {"scale": self.scale, "causal": self.causal, "window": self.window, "softcap": self.softcap}
-        return plain | {"key_padding_mask": mask}
-
 
 def check(case: Case) -> None:
-    tensors, options = case.tensors(), case.options()
-    oracle, oracle_lse = in_float64(*tensors, **options, return_lse=True)
-    eager, eager_lse = eager_attention(*tensors, **options)
     with mock.patch.multiple(blockwise, _BLOCK_BYTES=case.block_bytes, _MIN_ROWS=1, _COPY_SIZE=case.copy_size):
-        out, lse = flash_lora_attention(*tensors, **options, return_lse=True, backend="blockwise")
-        alone = flash_lora_attention(*tensors, **options, backend="blockwise")
-    # What enters the sums: values for the output, for the log-sum-exp scores, at most scale |q| |k|.
-    ulp = torch.finfo(case.dtype).eps
-    q, k, v_base, v_lr, _ = tensors
-    values = max((float(t.abs().max()) for t in (v_base, v_lr) if t is not None and t.numel()), default=0.0)
-    scores = (case.scale or case.D**-0.5) * float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) if k.numel() else 0.0
-    assert_close_to_oracle("output", out, oracle, eager, rounding=ulp * values)
-    assert_close_to_oracle("log-sum-exp", lse, oracle_lse, eager_lse, rounding=ulp * max(1.0, scores))
-    assert torch.equal(alone, out)
+        cases.check(case, functools.partial(flash_lora_attention, backend="blockwise"))
 
 
-cases = st.builds(
+calls = st.builds(
     Case,
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
@@ -127,6 +43,9 @@ cases = st.builds(
     softcap=st.sampled_from([None, None, 2.0, 30.0]),
     scale=st.sampled_from([None, 0.05, 0.2]),
     dtype=st.sampled_from(FLOATS),
+    key_rank=st.one_of(st.none(), st.none(), st.integers(1, 128)),
+    rotary=st.sampled_from(["none", "half", "pairs"]),
+    turning=st.sampled_from([None, None, 4]),
     block_bytes=st.sampled_from([4, 12, 64, 256]),
     copy_size=st.sampled_from([1, 1 << 15]),
     seed=st.integers(0, 2**20),
@@ -134,11 +53,12 @@ cases = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases)
+@given(calls)
 @example(Case(Lq=3, past=-3))
 @example(Case(Lq=1, past=0, rank=1))
 @example(Case(Lq=200, past=100, group=4, D=64))
 @example(Case(Lq=9, past=-4, padding="blind"))
+@example(Case(key_rank=8, rotary="pairs", turning=4, b_per_row=True))
 @example(Case(Lq=130, past=1, window=3, padding="left", dtype=torch.bfloat16))
 def test_equals_the_oracle(case):
     check(case)

@@ -37,7 +37,8 @@ def assert_close_to_oracle(
 
 
 def in_float64(q: Tensor, k: Tensor, v_base: Tensor, v_lr: Tensor | None, b: Tensor | None, **options: Any) -> Any:
-    return reference_attention(*(t if t is None else t.double() for t in (q, k, v_base, v_lr, b)), **options)
+    wide = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in options.items()}
+    return reference_attention(*(t if t is None else t.double() for t in (q, k, v_base, v_lr, b)), **wide)
 
 
 def eager_attention(
@@ -52,8 +53,15 @@ def eager_attention(
     window: int | None = None,
     key_padding_mask: Tensor | None = None,
     softcap: float | None = None,
+    k_lr: Tensor | None = None,
+    b_k: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As a stock model runs it: V built in the dtype, heads repeated, products in the dtype, softmax in float32."""
+    """As a stock model runs it: K and V built in the dtype, heads repeated, products in the dtype, softmax in float32."""
+    if k_lr is not None:
+        k = k + _rotated(k_lr[:, None] @ b_k, cos, sin, rotary_interleaved)
     v = v_base if v_lr is None else v_base + v_lr[:, None] @ b
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -71,3 +79,20 @@ def eager_attention(
         hidden |= ~key_padding_mask[:, None, None]
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(hidden, float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0).to(q.dtype) @ v, scores.logsumexp(-1)
+
+
+def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    """x * cos + rotate(x) * sin as model files spell it, with the angles repeated for both columns of a pair."""
+    if cos is None or sin is None:
+        return x
+    turning = 2 * cos.shape[-1]
+    cos, sin = (
+        (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)).to(x.dtype)[..., None, :, :]
+        for t in (cos, sin)
+    )
+    head = x[..., :turning]
+    if interleaved:
+        half = torch.stack((-head[..., 1::2], head[..., ::2]), -1).flatten(-2)
+    else:
+        half = torch.cat((-head[..., turning // 2 :], head[..., : turning // 2]), -1)
+    return torch.cat((head * cos + half * sin, x[..., turning:]), -1)
