@@ -505,9 +505,9 @@ def test_an_adapter_loaded_later_joins(scheme: str, had_lora: bool, tmp_path: Pa
     complete.add_adapter("late", LoraConfig(r=5, target_modules=["q_proj", "v_proj"]))
     randomise(complete, seed=6, only="late", shared=shared)
     complete.eval().save_pretrained(tmp_path)
-    # With LoRA on v_proj in one adapter alone, base_lr_shared is base_shared.
+    # With LoRA on v_proj in one adapter alone, base_lr_shared is base_lr_stacked.
     cache = LoRASharedCache(model, scheme)
-    want = LoRASharedCache(complete, scheme if had_lora or not shared else "base_shared", agents=["plan"])
+    want = LoRASharedCache(complete, scheme if had_lora or not shared else "base_lr_stacked", agents=["plan"])
     for each, one in ((model, cache), (complete, want)):
         ids = write(each, IDS[:, :10], 3, one)
     model.load_adapter(str(tmp_path / "late"), adapter_name="late")
