@@ -221,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--question", type=int, default=0, help="which of questions.json (default 0)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of plan, act, reflect (default 3: nine turns)")
-    parser.add_argument("--new-tokens", type=int, default=32, help="at most so many tokens a turn (default 32)")
+    parser.add_argument("--new-tokens", type=int, default=24, help="at most so many tokens a turn (default 24)")
     return parser.parse_args()
 
 

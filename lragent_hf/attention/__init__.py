@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,7 @@ BACKENDS = ("auto", "reference", "blockwise", "triton")
 """Names that ``backend=`` takes."""
 
 _log = logging.getLogger("lragent_hf")
+_said: set[str] = set()
 
 
 def flash_lora_attention(
@@ -105,9 +104,9 @@ def flash_lora_attention(
             "the values (v_base + v_lr[:, None] @ b) and use an attention that takes them."
         )
 
-    run = _automatic(q.device.type) if backend == "auto" else _named(backend)
-    triton = run is not blockwise_attention and run is not reference_attention
-    if triton and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):
+    name = _automatic(q.device.type) if backend == "auto" else backend
+    run = _named(name)
+    if name == "triton" and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):
         if backend != "auto":
             raise BackendUnavailableError(f"backend {backend!r}: {problem}.")
         _say(f"flash_lora_attention: backend blockwise ({problem})")
@@ -132,20 +131,20 @@ def flash_lora_attention(
     )
 
 
-@functools.cache
-def _automatic(device: str) -> Callable[..., Any]:
-    """The backend for a device type, chosen and logged at its first use."""
-    choice, run, why = "blockwise", blockwise_attention, f"PyTorch matrix products suit device {device!r}"
+@torch.compiler.assume_constant_result
+def _automatic(device: str) -> str:
+    """The backend for a device type, chosen at its first use and logged."""
+    choice, why = "blockwise", f"PyTorch matrix products suit device {device!r}"
     if device == "cuda":
         try:
-            choice, run, why = "triton", _named("triton"), "a GPU, and the Triton kernels are there"
+            _named("triton")
+            choice, why = "triton", "a GPU, and the Triton kernels are there"
         except BackendUnavailableError as error:
             why = str(error)
-    _log.info("flash_lora_attention: backend %s (%s)", choice, why)
-    return run
+    _say(f"flash_lora_attention: backend {choice} ({why})")
+    return choice
 
 
-@functools.cache
 def _named(backend: str) -> Callable[..., Any]:
     if backend == "reference":
         return reference_attention
@@ -162,12 +161,17 @@ def _named(backend: str) -> Callable[..., Any]:
 
 
 def _kernels() -> Any:
-    return importlib.import_module("lragent_hf.kernels")
+    import lragent_hf.kernels  # imports triton
+
+    return lragent_hf.kernels
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _say(message: str) -> None:
-    _log.info(message)
+    """Log it, the first time."""
+    if message not in _said:
+        _said.add(message)
+        _log.info(message)
 
 
 def _wrong_low_rank(k: Tensor, v_lr: Tensor | None, b: Tensor | None) -> str | None:
