@@ -380,7 +380,9 @@ def test_after_ctrl_c_any_agent_generates(model: PeftModel, interrupted: Interru
         pytest.param(lambda cache: cache.reset(), id="reset"),
         pytest.param(lambda cache: cache.batch_repeat_interleave(1), id="repeat"),
         pytest.param(lambda cache: cache.reorder_cache(torch.tensor([0])), id="reorder"),
-        pytest.param(lambda cache: (cache.agents, cache.memory_report().in_use_bytes, cache.get_seq_length()), id="look"),
+        pytest.param(
+            lambda cache: (cache.agents, cache.memory_report().in_use_bytes, cache.get_seq_length()), id="look"
+        ),
     ],
 )
 def test_after_ctrl_c_whole_cache_operations_are_right(

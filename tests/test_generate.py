@@ -633,10 +633,12 @@ def test_sliding_windows_soft_caps_and_sinks(scheme: str, kind: str) -> None:
 
 @pytest.mark.parametrize("order", ["inference first", "inference later", "inference in between"])
 @pytest.mark.parametrize("created", [True, False], ids=["created in inference mode", "created outside"])
+@pytest.mark.parametrize("spare", [8, 256], ids=["growing", "roomy"])
 def test_inference_mode_and_generate_mix(
-    scheme: str, created: bool, order: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, spare: int, created: bool, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lragent_hf.storage._SPARE", 8)  # so that buffers grow in either mode
+    """Buffers are born, written and made larger in either mode."""
+    monkeypatch.setattr("lragent_hf.storage._SPARE", spare)
     model = agents_for(scheme)
     with torch.inference_mode(created):
         cache = LoRASharedCache(model, scheme)
@@ -652,10 +654,30 @@ def test_inference_mode_and_generate_mix(
             got = write(model, ids, 3, cache)
         assert torch.equal(got, expected)
         with torch.inference_mode(not inference):
-            cache.reorder_cache(torch.tensor([0]))
             cache.crop(-1)
         plain.crop(-1)
         ids = expected[:, :-2].clone()
+    assert_same_state(snapshot(cache), snapshot(plain))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda cache: cache.reorder_cache(torch.tensor([1, 0])) or cache, id="reorder"),
+        pytest.param(lambda cache: cache.batch_select_indices(torch.tensor([0, 1])) or cache, id="select"),
+        pytest.param(copy.deepcopy, id="copy"),
+    ],
+)
+def test_what_inference_mode_made_can_be_written_outside(scheme: str, operation: Any) -> None:
+    model = agents_for(scheme)
+    cache, plain, ids = LoRASharedCache(model, scheme), LoRASharedCache(model, scheme), tokens(20, rows=2)
+    for each in (cache, plain):
+        run(model, each, ids[:, :9])
+    with torch.inference_mode():
+        cache = operation(cache)
+    plain = operation(plain)
+    ids = torch.cat([plain.trajectory.tokens.read(9), ids[:, 9:]], 1)
+    assert torch.equal(run(model, cache, ids), run(model, plain, ids))
     assert_same_state(snapshot(cache), snapshot(plain))
 
 
@@ -717,7 +739,8 @@ def test_a_cache_cut_to_nothing_is_like_a_new_one(scheme: str, cut: str, declare
     model.set_adapter("act")  # stands at the head under every scheme
     CUTS[cut](cache)
     assert cache.get_seq_length() == 0
-    assert cache.memory_report().in_use_bytes == 0
+    assert cache.memory_report().in_use_bytes == cache.memory_report().reserved_bytes == 0
+    assert cache.agents == new.agents == {}
     assert torch.equal(take_turns(model, cache, tokens(30, seed=78)), take_turns(model, new, tokens(30, seed=78)))
     assert_same_state(snapshot(cache), snapshot(new))
 

@@ -139,7 +139,8 @@ def test_the_report_prints_every_row_and_escapes_html() -> None:
         assert row.part in str(report)
         assert f"{row.in_use_bytes:,}" in str(report)
     html = cache._repr_html_() + report._repr_html_()
-    assert "a<b>" not in html
+    assert "a<b" not in html
+    assert "b>&c" not in html
     assert "a&lt;b&gt;&amp;c" in html
 
 

@@ -739,14 +739,15 @@ def test_fused_qkv_is_refused(kind: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("count", [1, 10], ids=["one token", "prompt"])
 @pytest.mark.parametrize("scheme", SPLITTING)
-def test_clipped_values_are_refused(scheme: str, inference: bool) -> None:
+def test_clipped_values_are_refused(scheme: str, count: int, inference: bool) -> None:
     model = peft_model(OlmoConfig(**_DECODER, clip_qkv=0.05), shared=True)
     cache = LoRASharedCache(model, scheme)
     with torch.inference_mode(inference):
         refused(
             cache, UnsupportedModelError, "layers.0.self_attn", "v_proj", "full_shared", "non_shared",
-            by=lambda: run(model, cache, IDS[:, :10]),
+            by=lambda: run(model, cache, IDS[:, :count]),
         )  # fmt: skip
         for whole in WHOLE:
             assert_alone(model, LoRASharedCache(model, whole), IDS)
