@@ -19,6 +19,7 @@ __all__ = [
     "fold_b",
     "is_mixed_batch",
     "lora_a",
+    "probes",
     "read_agent",
     "tuner_layers",
 ]
@@ -40,11 +41,20 @@ def tuner_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, BaseTun
                 yield f"{prefix}.{child}".lstrip("."), parent, child, layer
 
 
-def read_agent(layer: BaseTunerLayer) -> Agent:
+def probes(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Modules that tell who is active, best first: adapted layers, and after them trainable copies (modules_to_save)."""
+    yield from ((parent, child, layer) for _, parent, child, layer in tuner_layers(root))
+    for parent in root.modules():
+        for child, module in parent.named_children():
+            if isinstance(module, AuxiliaryTrainingWrapper):
+                yield parent, child, module
+
+
+def read_agent(layer: Any) -> Agent:
     """The agent this layer runs as now. Merged adapters take part whatever is active, unless adapters are disabled."""
     if layer.disable_adapters:
         return ()
-    names = layer.merged_adapters if layer.merged else layer.active_adapters
+    names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
     return (names[0],) if len(names) == 1 else tuple(sorted(names))
 
 

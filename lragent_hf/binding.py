@@ -10,42 +10,44 @@ from typing import Any, NamedTuple
 
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, read_agent, tuner_layers
+from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, probes, read_agent, tuner_layers
 from .attention import interface
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 
 __all__ = ["LayerBinding", "ModelBinding", "Reading", "attach", "detach"]
 
+# Architectures that read the mask, or V, themselves before they call the attention function.
+_OWN_SCORES = frozenset(("doge", "diffllama"))
+# Layers that keep something else than K and V: state that neither an agent nor a crop could be told apart in.
+_STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
 
 
 class Reading(NamedTuple):
-    """What the attention function of one layer adds to V_base: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D]."""
+    """What the attention function of one layer adds to ``value``: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D].
 
+    ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.
+    """
+
+    value: Tensor
     v_lr: Tensor | None
     b: Tensor | None
     bias: Tensor | None
 
 
 class Tap(LoraVariant):
-    """Keeps the adapter's part out of v_proj's output while a forward with a splitting cache runs; else plain LoRA."""
+    """Keeps the adapter's part out of v_proj's output. It is in place only while a splitting forward runs."""
 
     def __init__(self, layer: "LayerBinding"):
         self.layer = layer
 
-    def forward(
-        self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
-    ) -> Tensor:
-        if self.layer.tapping:
-            self.layer.tapped += 1
-            return result
-        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
-        return result + b(a(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
+    def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        self.layer.tapped += 1
+        return result
 
     # A forward that was interrupted (Ctrl-C) leaves its taps until the next one; these are plain LoRA's.
 
@@ -75,7 +77,7 @@ class LayerBinding:
         v_out: v_proj's output of this forward, to see that nothing transforms it on the way into the cache.
         lr_rows: bank -> (first position, LR rows) that v_proj's hook computed and `update` stores.
         reading: what `update` leaves for the attention function, which takes it.
-        tapping, tapped: whether adapters are kept out of v_proj, and how many were in this forward.
+        tapped: how many adapters were kept out of v_proj in this forward.
     """
 
     def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
@@ -92,7 +94,7 @@ class LayerBinding:
         self.v_version = -1
         self.lr_rows: dict[Hashable, tuple[int, Tensor]] = {}
         self.reading: Reading | None = None
-        self.tapping, self.tapped = False, 0
+        self.tapped = 0
 
     @property
     def k_proj(self) -> nn.Module | None:
@@ -111,7 +113,6 @@ class LayerBinding:
 
     def set_taps(self) -> None:
         """Tap the adapters that v_proj is about to run."""
-        self.tapping = True
         v_proj = self.v_proj
         if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:
             for adapter in v_proj.active_adapters:
@@ -160,17 +161,21 @@ class ModelBinding:
     def __init__(self, decoder: PreTrainedModel):
         self.decoder = decoder
         self.layers: dict[int, LayerBinding] = {}
+        self._twice: str | None = None
         for name, module in decoder.named_modules():
             if (
                 hasattr(module, "v_proj")
                 and hasattr(module, "k_proj")
                 and isinstance(getattr(module, "layer_idx", None), int)
             ):
+                if module.layer_idx in self.layers:  # trainable copies, or cross-attention beside self-attention
+                    self._twice = self._twice or name
+                    continue
                 layer = LayerBinding(self, len(self.layers), module.layer_idx, name, module)
                 self.layers[layer.index] = layer
                 module.__dict__[_ATTRIBUTE] = layer
         self.forward: Any = None
-        self._probe: tuple[nn.Module, str, BaseTunerLayer] | None = None
+        self._probe: tuple[nn.Module, str, nn.Module] | None = None
         self._switched: list[tuple[Any, str | None]] = []
         self._handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
@@ -191,9 +196,7 @@ class ModelBinding:
         """The agent that would run now, read from the adapted layers themselves."""
         probe = self._probe
         if probe is None or getattr(probe[0], probe[1], None) is not probe[2]:
-            self._probe = probe = next(
-                ((parent, child, layer) for _, parent, child, layer in tuner_layers(self.decoder)), None
-            )
+            self._probe = probe = next(probes(self.decoder), None)
         if probe is None:
             return ()
         if is_mixed_batch(probe[2]):
@@ -225,10 +228,15 @@ class ModelBinding:
 
     def check_splittable(self, adapters: list[str] | Agent, scheme: str) -> None:
         """Raise unless values of every layer split into base and LR for these adapters."""
-        if not self.layers:
+        if not self.layers or self._twice is not None:
+            reason = "has no attention module with k_proj, v_proj and layer_idx (a fused qkv projection, most likely)"
+            if self._twice is not None:
+                reason = (
+                    f"has two attention modules for one layer ({self._twice}: trainable copies, or cross-attention)"
+                )
             raise UnsupportedModelError(
-                f"{type(self.decoder).__name__} has no attention with a separate v_proj (a fused qkv projection, most "
-                f"likely), so scheme {scheme!r} cannot split its values. Use scheme='full_shared' or 'non_shared'."
+                f"{type(self.decoder).__name__} {reason}, so scheme {scheme!r} cannot split its values. "
+                "Use scheme='full_shared' or 'non_shared'."
             )
         for layer in self.layers.values():
             check_splittable(layer.name, layer.attention.v_proj, layer.k_proj, adapters, Tap)  # type: ignore[arg-type]
@@ -291,6 +299,8 @@ class ModelBinding:
     def can_switch_attention(self) -> bool:
         """Whether attention goes through transformers' registry and nothing in it needs the model's own function."""
         registry = bool(getattr(self.decoder, "_supports_attention_backend", False))
+        if getattr(self.decoder.config, "model_type", None) in _OWN_SCORES:
+            return False
         return registry and not any(hasattr(layer.attention, "sinks") for layer in self.layers.values())
 
     def _switch_attention(self) -> None:
@@ -348,4 +358,11 @@ def _decoder(model: nn.Module) -> PreTrainedModel:
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} names no decoder of its own.")
+    kinds = {str(kind) for kind in getattr(decoder.config, "layer_types", None) or ()}
+    stateful = sorted(kind for kind in kinds if any(word in kind for word in _STATEFUL))
+    if stateful or getattr(decoder, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has layers that keep a state ({', '.join(stateful) or 'recurrent'}), which agents "
+            "cannot share by position. Use a model with attention layers only."
+        )
     return decoder

@@ -142,7 +142,9 @@ class LoRASharedCache(Cache):
         if banks is not self.banks:
             self.banks, self._bank_of = banks, bank_of
             self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in banks}
-        return Forward(self, self.ledger.plan(agent, keys, count), step, conventions, own, self._keeps_attention(keep_attention))
+        return Forward(
+            self, self.ledger.plan(agent, keys, count), step, conventions, own, self._keeps_attention(keep_attention)
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -398,6 +400,11 @@ class LoRASharedCache(Cache):
 
     def _check_agent(self, agent: Agent) -> None:
         self.binding.check_regular()
+        if not self.binding.adapters() and any(self.ledger.turns):
+            raise AdapterChangedError(
+                "The model has no LoRA adapters any more (merge_and_unload, unload), and tokens of "
+                f"{', '.join(self.agents)} are cached. Call cache.reset(); to run without adapters use disable_adapter()."
+            )
         if not self.scheme.splits_values:
             return
         self.binding.check_splittable(agent, self.scheme.name)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .adapters import agent_label, fold_b
+from .attention.interface import forbid_backward
 from .banks import LRBank
 from .binding import LayerBinding, Reading
 from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
@@ -62,7 +63,7 @@ class Forward:
                 "its rows are not the tokens of the batch, so they cannot be cached as LR. Use scheme='full_shared'."
             )
         counted = None
-        if output.is_inference() and self.step.count > 1:
+        if output.is_inference() and (self.step.count > 1 or not self.cache.ledger.total):
             with torch.inference_mode(False):
                 counted = torch.empty(output.shape, dtype=output.dtype, device=output.device)
             output = counted.copy_(output)
@@ -98,7 +99,10 @@ class Forward:
                 self._keep(store.lr.get(bank), first, self.cache.ledger.lr[bank])
                 store.write_lr(bank, first, rows.to(value.dtype))
         self._updated.add(index)
+        trained = next((states for states in (key, value) if states.requires_grad), None)
         key, value = store.k[stream].read(plan.stop), store.v[stream].read(plan.stop)
+        if trained is not None:
+            key = forbid_backward(key, trained)
         if layer is not None and self.splits:
             reading = self._reading(layer, value)
             if self.keep_attention:
@@ -115,8 +119,8 @@ class Forward:
                 f"The forward ended without storing anything for layer(s) {sorted(missing or ()) or 'all'}: the model did "
                 "not use the cache it was given. Nothing was kept."
             )
+        self.cache.trajectory.append(self.step, self.conventions)  # may run out of memory: first
         self.cache.ledger.commit(self.plan)
-        self.cache.trajectory.append(self.step, self.conventions)
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
@@ -166,13 +170,13 @@ class Forward:
             if bias is not None:
                 constant = bias if constant is None else constant + bias
         if not parts:
-            return Reading(None, None, constant)
+            return Reading(value, None, None, constant)
         lr = self.cache.layers[layer.index].lr
         slices = [lr[key].read(self.plan.stop)[..., first : first + rank] for key, (first, rank) in parts]
         bs = list(parts.values())
         if len(bs) == 1:
-            return Reading(slices[0], bs[0], constant)
-        return Reading(torch.cat(slices, -1), torch.cat(bs, 1), constant)
+            return Reading(value, slices[0], bs[0], constant)
+        return Reading(value, torch.cat(slices, -1), torch.cat(bs, 1), constant)
 
 
 def _reconstruct(value: Tensor, reading: Reading) -> Tensor:

@@ -24,6 +24,10 @@ class Scheme:
     lr: Literal["none", "per_agent", "one_a", "stacked"]
     summary: str
 
+    def __post_init__(self) -> None:
+        if self.kv == "per_agent" and self.lr != "none":
+            raise ValueError(f"Scheme {self.name!r}: values that each agent keeps for itself have no LR to share.")
+
     @property
     def splits_values(self) -> bool:
         """Whether V is stored as base cache plus LR cache (paper, section 3)."""

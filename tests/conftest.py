@@ -1,6 +1,5 @@
 """Shared by all tests: memory that nobody has written is NaN."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reads a buffer beyond what was written gets NaN, and shows it."""
     empty = torch.empty
 
@@ -19,4 +18,3 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    yield

@@ -73,7 +73,7 @@ class Turns(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
     )
     def start(self, rows: int, pads: int, window: int, shared_a: bool, late: bool, seed: int) -> None:
-        storage._SPARE = 2  # buffers grow all the time
+        self.spare, storage._SPARE = storage._SPARE, 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
         window = window if self.scheme in WINDOWED else 0
         self.ours, eager, exact = models(shared_a)
@@ -83,6 +83,9 @@ class Turns(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         self.rows, self.pads = rows, pads if rows > 1 else 0
         self.empty()
+
+    def teardown(self) -> None:
+        storage._SPARE = getattr(self, "spare", storage._SPARE)
 
     def empty(self) -> None:
         self.ids = torch.zeros((self.rows, 0), dtype=torch.long)

@@ -94,15 +94,15 @@ def attention(
     backend = "auto"
     if layer is not None and layer.owner.forward is not None:
         backend = layer.owner.forward.backend
-        if layer.reading is not None:
-            v_lr, b, bias = layer.reading
-            layer.reading = None
+        query = forbid_backward(query, query)
+        if layer.owner.forward.splits:
+            v_lr, b, bias = _take(layer, value)
     if query.dtype != value.dtype:  # autocast, where rotated queries and keys come in fp32; sdpa casts as well
         query, key = query.to(value.dtype), key.to(value.dtype)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is not None and attention_mask.ndim != 2:
-        if v_lr is not None:
+        if v_lr is not None and b is not None:
             value = value + v_lr.unsqueeze(1) @ b
         output = dense_attention(query, key, value, attention_mask, scaling, softcap)
     else:
@@ -123,6 +123,38 @@ def attention(
         groups = query.shape[1] // bias.shape[0]
         output = output + bias.repeat_interleave(groups, 0).transpose(0, 1)
     return output.contiguous(), None
+
+
+def _take(layer: Any, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The LR, B and constant that `update` left for this layer's one attention over V_base."""
+    reading, layer.reading = layer.reading, None
+    if reading is None or reading.value.data_ptr() != value.data_ptr() or reading.value.shape != value.shape:
+        raise UnsupportedModelError(
+            f"{layer.name} does not attend once to the values as the cache returned them, so its adapters' part cannot be "
+            "added on the way. Make the cache with attention='keep'."
+        )
+    return reading.v_lr, reading.b, reading.bias
+
+
+class _ForbidBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, trained: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "backward() through a forward with a LoRASharedCache: what is cached has no gradient, so the result would be "
+            "wrong. Train with a forward without the cache."
+        )
+
+
+def forbid_backward(tensor: Tensor, trained: Tensor) -> Tensor:
+    """``tensor`` itself, but a backward pass through it raises if ``trained`` takes part in one."""
+    if torch.is_grad_enabled() and trained.requires_grad:
+        result: Tensor = _ForbidBackward.apply(tensor, trained)
+        return result
+    return tensor
 
 
 def dense_attention(
