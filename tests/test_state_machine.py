@@ -1,6 +1,7 @@
 """Any sequence of turns: every scheme equals its plain definition (tests/oracle.py) within the error of eager."""
 
 import copy
+import random
 from functools import cache
 from typing import Any
 
@@ -227,3 +228,35 @@ def machine(scheme: str) -> Any:
 
 
 TestNonShared, TestFullShared, TestBaseShared, TestBaseLRShared, TestBaseLRStacked = map(machine, SCHEMES)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_long_conversations(scheme: str, seed: int) -> None:
+    """The same machine driven evenly: hypothesis prefers short runs, and late joiners that lag take a few turns."""
+    pick = random.Random(seed)
+    machine = type(scheme, (Turns,), {"scheme": scheme})()
+    machine.start(
+        rows=1 + seed % 2,
+        pads=seed % 4,
+        window=pick.choice((0, 0, 3, 7)),
+        shared_a=seed % 4 == 3,
+        late=seed % 3 != 2,
+        seed=seed,
+    )
+    machine.turn(("plan",), 5, 100)
+    try:
+        for _ in range(14):
+            step = pick.choices(("turn", "part", "crop", "fail"), (6, 2, 1, 1))[0]
+            agent, count = pick.choice(AGENTS), pick.randint(1, 7)
+            if step == "turn":
+                machine.turn(agent, count, pick.choice((100, 100, 3)))
+            elif step == "part":
+                machine.part_of_a_turn(agent, count)
+            elif step == "crop":
+                machine.crop(min(count, 3))
+            else:
+                machine.failing_turn(agent, count, pick.randint(0, 1))
+            machine.lengths_are_consistent()
+    finally:
+        machine.teardown()
