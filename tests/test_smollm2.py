@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from agents import add_agents
-from smollm2 import load
 from transformers import DynamicCache
 
+from agents import add_agents
 from lragent_hf import CACHE_ARG, SCHEMES, LoRASharedCache
+from smollm2 import load
 
 
 @pytest.mark.slow
