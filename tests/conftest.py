@@ -1,9 +1,13 @@
 """Shared by all tests: memory that nobody has written is NaN."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
+
+# Before anything imports triton: without a GPU, kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -129,9 +129,12 @@ def compile_attend(
 
 
 def problems(report: Report) -> list[str]:
-    """The rules a kernel breaks: no spills up to head_dim 128 (float32: a few scalars, differing by version), shared
-    memory within the limit, tensor cores in the loop for fp16 and bf16, full float32 products (none on
-    NVIDIA), and with LR out of the way (rank 0) K and V loads of 16 bytes."""
+    """The rules a kernel breaks.
+
+    Up to head_dim 128 no spills (float32: a few scalars, which differ by version), shared memory within the limit, tensor
+    cores in the loop for fp16 and bf16, full float32 products (none on NVIDIA), and with LR out of the way (rank 0) loads
+    of 16 bytes.
+    """
     found = []
     if report.D <= 128 and report.spills > (0 if SIZES[report.dtype] == 2 else _FLOAT32_SPILLS):
         found.append(f"{report.spills} bytes of spills")

@@ -43,12 +43,6 @@ def test_tensor_core_instructions_grow_as_the_cost_model_says(tmp_path):
         assert mma / counted[0] - 1 == flops(1, 1, 1, 0, 128, rank).overhead
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHES)
-def test_every_combination(arch, tmp_path):
-    assert len(compile_all("--arch", arch, "--rank", 0, 8, 16, 64, tmp_path=tmp_path)) == 3 * 3 * 3 * 4
-
-
 def test_the_compile_command_refuses_to_interpret():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "lragent_hf.kernels.aot", "--arch", "sm_80"]
