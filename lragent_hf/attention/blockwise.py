@@ -4,14 +4,15 @@ With the letters of the paper (LRAgent, arXiv 2602.01053, Flash-LoRA-Attention),
 
     O = P (V_base + V_lr B) = P V_base + (P V_lr) B
 
-Prefill walks over blocks of query rows: plain matrix products over exactly the keys the block may see, one fused
-softmax in place, one scratch for all blocks. Query heads are grouped by the kv head they read, keys are never repeated.
 The low-rank part has two forms, equal by associativity, and the cheaper one is taken:
 
     few queries    (P V_lr) B             Lq * Hq * Lk * R multiply-adds; V_base is only read
     many queries   P (V_base + V_lr B)    D * Hkv * Lk * R, whatever Lq; a temporary of V_base's size, freed on return
 
-so the second wins once Lq * Hq / Hkv reaches D. Decode (Lq = 1) is the same arithmetic as one block without the loop.
+so the second wins once Lq * Hq / Hkv reaches D. With no low-rank part left to add, PyTorch's fused attention does the
+rest where it can (`fused.py`). Elsewhere a loop walks over blocks of query rows: plain matrix products over exactly the
+keys the block may see, one softmax in place, one scratch for all blocks; query heads are grouped by the kv head they
+read, keys are never repeated. Decode (Lq = 1) is the same arithmetic as one block.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lragent_hf.attention.fused import fusable, fused_attention
 from lragent_hf.attention.reference import rotated
 
 __all__ = ["blockwise_attention"]
@@ -63,44 +65,79 @@ def blockwise_attention(
     batch, heads, Lq, D = q.shape
     kv_heads, Lk = k.shape[1], k.shape[2]
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
-    if batch > 1 and not (_merges(k) and _merges(v_base)):
-        return _row_by_row(q, k, v_base, v_lr, b, key_padding_mask, options)
-
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v_base, v_lr, b))
-    if window is not None and (drop := Lk - Lq - window + 1) > 0:  # keys before the first query's window
-        k, v_base = k[:, :, drop:], v_base[:, :, drop:]
-        v_lr = v_lr if v_lr is None else v_lr[:, drop:]
-        key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask[:, drop:]
-        Lk -= drop
-    keys = k.flatten(0, 1).transpose(1, 2)  # [B*Hkv, D, Lk], a view; so are all below that are as long as Lk
-    values = v_base.flatten(0, 1)
+    if window is not None:
+        if (drop := Lk - Lq - window + 1) > 0:  # keys before the first query's window
+            k, v_base = k[:, :, drop:], v_base[:, :, drop:]
+            v_lr = v_lr if v_lr is None else v_lr[:, drop:]
+            key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask[:, drop:]
+            Lk -= drop
+        if window >= Lk and causal:
+            window = None
     scale = D**-0.5 if scale is None else scale
-    if v_lr is not None and b is not None:
-        b = b.flatten(0, 1) if b.dim() == 4 else b if batch == 1 else b.repeat(batch, 1, 1)  # [B*Hkv, R, D]
-        if Lq * heads >= D * kv_heads:
-            spread = v_lr[:, None].expand(-1, kv_heads, -1, -1).flatten(0, 1)
-            values, v_lr = torch.baddbmm(values, spread, b), None
-
-    if Lq == 1 and Lk:
-        scratch = None if grad else q.new_empty(batch * heads * Lk)
-        scores = _scores(q.reshape(batch * kv_heads, heads // kv_heads, D), keys, scale, softcap, scratch)
-        if key_padding_mask is not None:
-            _hide(scores, ~key_padding_mask)
-        lse = _lse(scores).view(batch, heads, 1) if return_lse else None
-        out = _mix(torch.softmax(scores, -1), values, v_lr, b, grad).view(batch, heads, 1, D)
+    fused = fusable(q, k, causal, window, softcap, grad)
+    many = Lq * heads >= D * kv_heads
+    out: Tensor
+    lse: Tensor | None
+    if fused and v_lr is None:
+        out, lse = fused_attention(q, k, v_base, scale, causal, key_padding_mask)
+    elif batch > 1 and not (_merges(k) and _merges(v_base)):
+        return _row_by_row(q, k, v_base, v_lr, b, key_padding_mask, options)
     else:
-        out, lse = _prefill(
-            q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad
-        )
+        values = v_base.flatten(0, 1)  # [B*Hkv, Lk, D], a view; so are all below that are as long as Lk
+        if v_lr is not None and b is not None:
+            b = b.flatten(0, 1) if b.dim() == 4 else b if batch == 1 else b.repeat(batch, 1, 1)  # [B*Hkv, R, D]
+            if many:
+                spread = v_lr[:, None].expand(-1, kv_heads, -1, -1).flatten(0, 1)
+                values, v_lr = torch.baddbmm(values, spread, b), None
+        if fused and many:
+            values = values.unflatten(0, (batch, kv_heads))
+            out, lse = fused_attention(q, k, values, scale, causal, key_padding_mask)
+        else:
+            run = _decode if Lq == 1 and Lk else _blocks
+            keys = k.flatten(0, 1).transpose(1, 2)  # [B*Hkv, D, Lk]
+            out, lse = run(q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad)
 
     if key_padding_mask is not None:
         blind = _blind(key_padding_mask, Lq, Lk, causal, window)[:, None]  # [B, 1, Lq]
         out = out.masked_fill_(blind[..., None], 0.0)
         lse = lse if lse is None else lse.masked_fill(blind, float("-inf"))
-    return out if lse is None else (out, lse)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
 
 
-def _prefill(
+def _decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    v_lr: Tensor | None,
+    b: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    key_padding_mask: Tensor | None,
+    softcap: float | None,
+    return_lse: bool,
+    grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One query a row, the last position: it sees every key. As `_blocks`; the query is scaled, not its Lk scores."""
+    batch, heads, _, D = q.shape
+    rows = q.reshape(keys.shape[0], -1, D) * (scale if softcap is None else scale / softcap)
+    if q.element_size() == 2:  # keys as the left factor are read as they lie; as the right one they would be packed
+        scores = torch.bmm(keys.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2).contiguous()
+    else:
+        scores = torch.bmm(rows, keys)
+    if softcap is not None:
+        scores = scores.tanh_() * softcap
+    if key_padding_mask is not None:
+        _hide(scores, ~key_padding_mask)
+    lse = _lse(scores).view(batch, heads, 1) if return_lse else None
+    return _mix(torch.softmax(scores, -1), values, v_lr, b, grad).view(batch, heads, 1, D), lse
+
+
+def _blocks(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -175,7 +212,10 @@ def _mix(probs: Tensor, values: Tensor, v_lr: Tensor | None, b: Tensor | None, g
     # V_lr is the same for every head, so one product serves them all; B expands the small result, once a block.
     every = probs.view(v_lr.shape[0], -1, probs.shape[2])  # [B, Hkv*M, Lk]
     low_rank = _product(every, v_lr, None if grad else probs.new_empty(*every.shape[:2], v_lr.shape[2]))
-    return out.baddbmm_(low_rank.view(out.shape[0], out.shape[1], -1), b)
+    low_rank = low_rank.view(out.shape[0], out.shape[1], -1)
+    if out.element_size() == 2:  # small, and faster in float32 than a half-precision product is set up
+        return torch.baddbmm(out.float(), low_rank.float(), b.float()).to(out.dtype)
+    return out.baddbmm_(low_rank, b)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, alpha: float = 1.0) -> Tensor:

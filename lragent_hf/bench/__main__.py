@@ -1,9 +1,10 @@
 """Command line of the benchmarks."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-from . import append, trace
+from . import append, kernel, trace
 
 
 def main() -> None:
@@ -25,11 +26,17 @@ def main() -> None:
     command.add_argument("--lengths", type=int, nargs=2, default=(1024, 32768))
     command.add_argument("--repeats", type=int, default=9)
 
+    command = commands.add_parser("kernel", help="attention alone, against sdpa (LRAgent, figure 4)")
+    command.add_argument("--shape", choices=sorted(kernel.SHAPES), default="small", help="heads and head_dim")
+    command.add_argument("--length", type=int, default=4096, help="keys")
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    command.add_argument("--repeats", type=int, default=15)
+    command.add_argument("--threads", type=int, default=None, help="torch threads")
+
     options = vars(parser.parse_args())
-    if options.pop("command") == "trace":
-        trace.run(**options)
-    else:
-        append.run(**options)
+    runs: dict[str, Callable[..., object]] = {"trace": trace.run, "append": append.run, "kernel": kernel.run}
+    runs[options.pop("command")](**options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 import peft
@@ -25,6 +24,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 from .._compat import CACHE_ARG
 from ..cache import LoRASharedCache
 from ..schemes import SCHEMES
+from .stats import percentiles
 
 __all__ = ["CONTENDERS", "SHAPES", "run", "turns"]
 
@@ -161,24 +161,17 @@ def _verify(model: Any, contenders: list[str]) -> None:
 
 def _table(runs: dict[str, list[Run]], total: int) -> None:
     rates = {name: [total / run.seconds for run in group] for name, group in runs.items()}
-    middle = {name: _percentiles(group)[1] for name, group in rates.items()}
+    middle = {name: percentiles(group)[1] for name, group in rates.items()}
     against = [name for name in ("three_dynamic", "one_dynamic", "full_shared") if name in runs]
     print(
         f"{'':16}{'tokens/s p20/p50/p80':>26}{'prefilled':>11}{'TTFT sum':>10}"
         + "".join(f"{'/ ' + n:>17}" for n in against)
     )
     for name, group in runs.items():
-        low, mid, high = _percentiles(rates[name])
-        ttft = _percentiles([run.prefill_seconds for run in group])[1]
+        low, mid, high = percentiles(rates[name])
+        ttft = percentiles([run.prefill_seconds for run in group])[1]
         ratios = "".join(f"{middle[name] / middle[other]:>17.3f}" for other in against)
         print(f"{name:16}{low:>10.0f}{mid:>8.0f}{high:>8.0f}{group[0].prefilled:>11}{ttft:>9.2f}s{ratios}")
-
-
-def _percentiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    cuts = quantiles(values, n=10, method="inclusive")
-    return cuts[1], cuts[4], cuts[7]
 
 
 def _append_csv(path: Path, runs: dict[str, list[Run]], shape: str, total: int) -> None:
