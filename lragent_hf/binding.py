@@ -5,7 +5,7 @@ written) -> per layer: v_proj (tap and hook), `cache.update`, attention -> decod
 Between forwards, and in forwards with any other cache, nothing is switched and nothing is tapped.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from peft import PeftModel
@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from . import _compat
 from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, probes, read_agent, tuner_layers
 from .attention import interface
+from .attention.parts import Part
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 
-__all__ = ["LayerBinding", "ModelBinding", "Reading", "attach", "detach"]
+__all__ = ["LayerBinding", "ModelBinding", "Place", "Reading", "attach", "detach"]
 
 # Architectures that read the mask, or V, themselves before they call the attention function.
 _OWN_SCORES = frozenset(("doge", "diffllama"))
@@ -27,16 +28,22 @@ _STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
 
 
+Place = tuple[Hashable, tuple[int, int]]
+"""Where an adapter's LR lies: bank, and (first column, rank)."""
+
+
 class Reading(NamedTuple):
     """What the attention function of one layer adds to ``value``: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D].
 
     ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.
+    ``parts``: where the cache lies in several, all of it; ``value`` and the K with it are then the last part's.
     """
 
     value: Tensor
-    v_lr: Tensor | None
-    b: Tensor | None
-    bias: Tensor | None
+    v_lr: Tensor | None = None
+    b: Tensor | None = None
+    bias: Tensor | None = None
+    parts: Sequence[Part] = ()
 
 
 class Tap(LoraVariant):
@@ -76,6 +83,7 @@ class LayerBinding:
         v_proj: the projection as PEFT left it, a LoRA layer or a plain one.
         v_out: v_proj's output of this forward, to see that nothing transforms it on the way into the cache.
         lr_rows: bank -> (first position, LR rows) that v_proj's hook computed and `update` stores.
+        places: where the LR of the agent's adapters lies.
         reading: what `update` leaves for the attention function, which takes it.
         tapped: how many adapters were kept out of v_proj in this forward.
     """
@@ -93,6 +101,7 @@ class LayerBinding:
         self.v_out: Tensor | None = None
         self.v_version = -1
         self.lr_rows: dict[Hashable, tuple[int, Tensor]] = {}
+        self.places: list[Place] = []
         self.reading: Reading | None = None
         self.tapped = 0
 

@@ -1,8 +1,8 @@
 """LoRASharedCache: the cache that several LoRA agents share, as transformers sees it."""
 
-import copy
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from .adapters import Agent, agent_label, lora_a
+from .adapters import Agent, agent_label
 from .attention import BACKENDS
-from .banks import LRBank
 from .binding import ModelBinding, attach
-from .errors import (
-    AdapterChangedError,
-    CacheModelMismatchError,
-    OutsideForwardError,
-    SharedAMismatchError,
-    UnsupportedAdapterError,
-)
+from .checkpoint import read_cache, read_manifest, write_cache
+from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError
 from .forward import Forward
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
+from .roster import Roster
 from .schemes import Scheme, resolve_scheme
 from .storage import GrowableBuffer, SharedLayer
 from .trajectory import Step, Trajectory
@@ -54,6 +49,8 @@ class LoRASharedCache(Cache):
             the model's own implementation, on values put together layer by layer (slower).
         backend: of ``flash_lora_attention``.
         reserve: positions to make room for at the first write; buffers grow by an eighth beyond that.
+        offload: keep the buffers in CPU memory; each layer's part is copied to where the layer runs while it runs. For
+            contexts that do not fit on a GPU; copies are not overlapped with compute.
 
     Raises:
         ValueError: an unknown scheme or option, or ``handover_window`` with a scheme that has no use for it.
@@ -71,6 +68,7 @@ class LoRASharedCache(Cache):
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
+        offload: bool = False,
     ):
         self.scheme = resolve_scheme(scheme)
         if attention not in ("auto", "keep"):
@@ -88,18 +86,17 @@ class LoRASharedCache(Cache):
         self.attention, self.backend = attention, backend
         self.ledger = Ledger(self.scheme, handover_window)
         self.trajectory = Trajectory()
-        self.banks: dict[Hashable, LRBank] = {}
-        self._bank_of: dict[str, Hashable] = {}
-        self._declared = list(agents) if agents is not None else None
         self._said_keep = False
-        self._align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
+        align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
+        self.roster = Roster(self.scheme, align, list(agents) if agents is not None else None)
         config = self.binding.decoder.config
         count = max([config.num_hidden_layers, *(index + 1 for index in self.binding.layers)])
-        super().__init__(layers=[SharedLayer(self, reserve) for _ in range(count)])
-        self._check_declared()
+        place = torch.device("cpu") if offload else None
+        super().__init__(layers=[SharedLayer(self, reserve, place) for _ in range(count)])
+        self.roster.check_declared(self.binding)
         if self.scheme.splits_values:
-            self.binding.check_splittable(self._starting_adapters(()), self.scheme.name)
-            self._plan_banks(())  # to fail now rather than at the first token
+            self.binding.check_splittable(self.roster.starting(self.binding, ()), self.scheme.name)
+            self.roster.plan(self.binding, (), empty=True)  # to fail now rather than at the first token
 
     # --- a forward: called by the binding, and by the model in between -------------------------------------------------
 
@@ -132,16 +129,16 @@ class LoRASharedCache(Cache):
         agent = binding.agent()
         if replaced or count > 1 or agent != self.ledger.last:
             self._check_agent(agent)
-        banks, bank_of = self._plan_banks(agent)
-        own = self._own(agent, banks, bank_of)
+        roster = self.roster.plan(binding, agent, not self.ledger.total)
+        own = roster.own(agent)
         keys = [key for _, key in own]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         past = self.ledger.length(agent, keys)
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
-        if banks is not self.banks:
-            self.banks, self._bank_of = banks, bank_of
-            self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in banks}
+        if roster is not self.roster:
+            self.roster = roster
+            self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in roster.banks}
         return Forward(
             self, self.ledger.plan(agent, keys, count), step, conventions, own, self._keeps_attention(keep_attention)
         )
@@ -225,7 +222,7 @@ class LoRASharedCache(Cache):
         self.binding.settle()
         self.ledger.clear()
         self.trajectory.clear()
-        self.banks, self._bank_of = {}, {}
+        self.roster.clear()
         for layer in self.layers:
             layer.clear()
 
@@ -242,22 +239,85 @@ class LoRASharedCache(Cache):
         if self.trajectory.rows is not None:
             self._select(torch.arange(self.trajectory.rows).repeat_interleave(repeats))
 
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's buffers to CPU memory until ``prefetch``; forwards go on, and copy what they read."""
+        self.binding.settle()
+        self.layers[layer_idx].offload()
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's buffers back to where the layer runs."""
+        self.binding.settle()
+        self.layers[layer_idx % len(self.layers)].prefetch()
+
     def buffers(self) -> Iterator[GrowableBuffer]:
         """Every buffer of the cache, the token record's included."""
         for layer in self.layers:
             yield from layer.buffers()
         yield from self.trajectory.buffers()
 
+    def fork(self) -> "LoRASharedCache":
+        """A branch: a cache with the same contents that goes its own way.
+
+        It reads what is here from this cache's storage; what either writes from now on is its own. So ten branches take
+        one prefix and ten tails. Which of them is dropped first does not matter. Attention over prefix and tail is merged
+        by log-sum-exp; where that cannot be (``attention="keep"``, sliding windows), they are joined, a layer at a time.
+        """
+        return self._clone(lambda layer, new: layer.fork(new, self.ledger.valid))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to the folder ``path``: safetensors and a JSON manifest, all of it or nothing.
+
+        An older saved cache there is replaced once the new one is on the disk; anything else there is left alone.
+
+        Raises:
+            FileExistsError: something else is there.
+        """
+        self.binding.settle()
+        write_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        attention: str = "auto",
+        backend: str = "auto",
+        reserve: int = 0,
+        offload: bool = False,
+    ) -> "LoRASharedCache":
+        """The cache that ``save`` wrote to ``path``, on a model with the same base weights and adapters.
+
+        Args:
+            model: as for the constructor, with every adapter loaded that the saved cache serves.
+            path: the folder.
+            attention, backend, reserve, offload: as for the constructor; scheme, agents and window are the saved cache's.
+
+        Raises:
+            CacheFileError: nothing is saved there, or it is torn, truncated or changed.
+            CacheModelMismatchError: other base weights, another dtype or another A; says where.
+        """
+        manifest = read_manifest(path)
+        cache = cls(
+            model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
+            attention=attention, backend=backend, reserve=reserve, offload=offload,
+        )  # fmt: skip
+        read_cache(cache, manifest, path)
+        return cache
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
         """An independent cache on the same model: buffers and record are copied, the model is not."""
+        new = self._clone(SharedLayer.copy)
+        memo[id(self)] = new
+        return new
+
+    def _clone(self, layer: Callable[[SharedLayer, "LoRASharedCache"], SharedLayer]) -> "LoRASharedCache":
         self.binding.settle()
         new: LoRASharedCache = object.__new__(type(self))
-        memo[id(self)] = new
         new.__dict__.update(self.__dict__)
         new.ledger, new.trajectory = self.ledger.copy(), self.trajectory.copy()
-        new.banks, new._bank_of = {key: bank.copy() for key, bank in self.banks.items()}, dict(self._bank_of)
-        new._declared = copy.copy(self._declared)
-        new.layers = [layer.copy(new) for layer in self.layers]
+        new.roster = self.roster.copy()
+        new.layers = [layer(mine, new) for mine in self.layers]
         return new
 
     # --- what people look at -------------------------------------------------------------------------------------------
@@ -327,76 +387,10 @@ class LoRASharedCache(Cache):
                 for key in [key for key in group if key is not None and not lengths.get(key, 0)]:
                     del group[key]
 
-    def _starting_adapters(self, agent: Agent) -> list[str]:
-        names = self._declared if self._declared is not None else self.binding.adapters()
-        return list(dict.fromkeys([*names, *agent]))
-
-    def _check_declared(self) -> None:
-        unknown = set(self._declared or ()) - set(self.binding.adapters())
-        if unknown:
-            raise UnsupportedAdapterError(
-                f"agents names {sorted(unknown)}, which are not loaded. Loaded LoRA adapters: {self.binding.adapters()}."
-            )
-
-    def _plan_banks(self, agent: Agent) -> tuple[dict[Hashable, LRBank], dict[str, Hashable]]:
-        """The banks there are once ``agent`` runs, and where each adapter's LR lies. Changes nothing."""
-        kind = self.scheme.lr
-        if kind == "none":
-            return {}, {}
-        if self.ledger.total and (agent in self.banks or all(adapter in self._bank_of for adapter in agent)):
-            return self.banks, self._bank_of
-        v_projs = self.binding.v_projs
-        banks, bank_of = (dict(self.banks), dict(self._bank_of)) if self.ledger.total else ({}, {})
-        align = self._align
-        if kind == "per_agent":
-            if agent not in banks and any(lora_a(v_proj, name) is not None for v_proj in v_projs for name in agent):
-                banks[agent] = LRBank.build(v_projs, agent, align)
-            return banks, bank_of
-        if not banks:
-            adapters = self._starting_adapters(agent)
-            banks[0] = LRBank.build(v_projs, adapters, align)
-            bank_of = {adapter: 0 for adapter in adapters if adapter in banks[0]}
-            difference = banks[0].unshared() if kind == "one_a" else None
-            if difference is not None:
-                raise self._unequal(*difference)
-        for adapter in agent:
-            if adapter in bank_of or all(lora_a(v_proj, adapter) is None for v_proj in v_projs):
-                continue
-            layer = 0
-            for key, bank in banks.items():
-                columns, missing = bank.alias(v_projs, adapter)
-                if missing is None:
-                    banks[key], bank_of[adapter] = bank.copy(), key
-                    banks[key].join(columns)
-                    break
-                layer = missing
-            else:
-                if kind == "one_a" and bank_of:
-                    raise self._unequal(layer, next(iter(bank_of)), adapter)
-                bank_of[adapter] = len(banks)
-                banks[len(banks)] = LRBank.build(v_projs, [adapter], align)
-        return banks, bank_of
-
-    def _unequal(self, position: int, first: str, second: str) -> SharedAMismatchError:
-        name = list(self.binding.layers.values())[position].name
-        return SharedAMismatchError(
-            f"base_lr_shared needs one A for all adapters, but {first!r} and {second!r} differ at {name}.v_proj. Use "
-            "scheme='base_lr_stacked', which keeps an LR cache per distinct A, train adapters with a shared A, or name "
-            "the ones that share it in agents=."
-        )
-
-    def _own(
-        self, agent: Agent, banks: dict[Hashable, LRBank], bank_of: dict[str, Hashable]
-    ) -> list[tuple[str, Hashable]]:
-        """(adapter, bank) for each adapter of the agent that has an LR."""
-        if self.scheme.lr == "per_agent":
-            return [(adapter, agent) for adapter in agent if agent in banks and adapter in banks[agent]]
-        return [(adapter, bank_of[adapter]) for adapter in agent if adapter in bank_of]
-
     def _own_keys(self, agent: Agent) -> list[Hashable]:
         if not self.ledger.total or not self.scheme.splits_values:
             return []
-        return [key for _, key in self._own(agent, *self._plan_banks(agent))]
+        return [key for _, key in self.roster.plan(self.binding, agent, empty=False).own(agent)]
 
     def _check_agent(self, agent: Agent) -> None:
         self.binding.check_regular()
@@ -408,17 +402,8 @@ class LoRASharedCache(Cache):
         if not self.scheme.splits_values:
             return
         self.binding.check_splittable(agent, self.scheme.name)
-        if not self.ledger.total:
-            return
-        for adapter, key in self._own(agent, self.banks, self._bank_of):
-            position = self.banks[key].changed_layer(self.binding.v_projs, adapter)
-            if position is not None:
-                name = list(self.binding.layers.values())[position].name
-                raise AdapterChangedError(
-                    f"A of adapter {adapter!r} at {name}.v_proj is not the one its {self.ledger.lr.get(key, 0)} cached "
-                    "positions were written with. Call cache.reset() and run the prompt again, load the adapter under "
-                    "another name, or put the old weights back."
-                )
+        if self.ledger.total:
+            self.roster.check_unchanged(self.binding, agent, self.ledger)
 
     def _keeps_attention(self, asked: bool) -> bool:
         """Whether this forward runs the model's own attention function."""
@@ -434,6 +419,8 @@ class LoRASharedCache(Cache):
     def _after_cut(self) -> None:
         self.trajectory.truncate(self.ledger.total)
         self.drop_unused()
+        for layer in self.layers:
+            layer.truncate(self.ledger.valid)
 
     def _select(self, rows: Tensor) -> None:
         self.binding.settle()

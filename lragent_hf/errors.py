@@ -6,6 +6,7 @@ All of them are raised before anything is written: after one, the cache is what 
 __all__ = [
     "AdapterChangedError",
     "BackendUnavailableError",
+    "CacheFileError",
     "CacheModelMismatchError",
     "LRAgentError",
     "OutsideForwardError",
@@ -56,6 +57,10 @@ class OutsideForwardError(LRAgentError, RuntimeError):
 
 class CacheModelMismatchError(LRAgentError, ValueError):
     """The cache was made for another model, or holds another batch size, than the forward that uses it."""
+
+
+class CacheFileError(LRAgentError, ValueError):
+    """A saved cache is missing, damaged or of another format: nothing was loaded."""
 
 
 class BackendUnavailableError(LRAgentError, RuntimeError):

@@ -1,6 +1,7 @@
 """One forward with a shared cache: what v_proj's hook computes, what `update` stores, and how it ends."""
 
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,11 +10,12 @@ from torch.nn import functional
 
 from .adapters import agent_label, fold_b
 from .attention.interface import forbid_backward
+from .attention.parts import Part
 from .banks import LRBank
-from .binding import LayerBinding, Reading
+from .binding import LayerBinding, Place, Reading
 from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
 from .ledger import Plan
-from .storage import GrowableBuffer
+from .storage import GrowableBuffer, SharedLayer
 from .trajectory import Step
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Forward:
         self.keep_attention = keep_attention
         self.backend = cache.backend
         self._banks: list[tuple[Hashable, LRBank, int]] = [
-            (key, cache.banks[key], first) for key, first in plan.lr_from.items()
+            (key, cache.roster.banks[key], first) for key, first in plan.lr_from.items()
         ]
         self._overwritten: list[tuple[GrowableBuffer, int, Tensor]] = []
         self._updated: set[int] = set()
@@ -100,14 +102,21 @@ class Forward:
                 store.write_lr(bank, first, rows.to(value.dtype))
         self._updated.add(index)
         trained = next((states for states in (key, value) if states.requires_grad), None)
-        key, value = store.k[stream].read(plan.stop), store.v[stream].read(plan.stop)
+        b, constant = self._fold(layer, value) if layer is not None and self.splits else (None, None)
+        parts = self._parts(store, stream, layer)
+        if parts:
+            key, value, v_lr = parts[-1][0], parts[-1][1], None
+        else:
+            key, value = store.read("k", stream, plan.stop), store.read("v", stream, plan.stop)
+            v_lr = self._read_lr(layer, 0, plan.stop) if layer is not None else None
         if trained is not None:
             key = forbid_backward(key, trained)
-        if layer is not None and self.splits:
-            reading = self._reading(layer, value)
-            if self.keep_attention:
-                return key, _reconstruct(value, reading)
-            layer.reading = reading
+        if layer is None or not (self.splits or parts):
+            return key, value
+        reading = Reading(value, v_lr, b, constant, parts)
+        if self.keep_attention:
+            return key, _reconstruct(value, reading)
+        layer.reading = reading
         return key, value
 
     def commit(self) -> None:
@@ -142,7 +151,9 @@ class Forward:
                 f"{agent_label(self.plan.agent)!r} to their LoRA variant, so base and LR cannot be told apart. "
                 "Use scheme='full_shared' or 'non_shared'."
             )
-        if len(tapped) != sum(adapter in self.cache.banks[key].columns[layer.position] for adapter, key in self.own):
+        if len(tapped) != sum(
+            adapter in self.cache.roster.banks[key].columns[layer.position] for adapter, key in self.own
+        ):
             raise AdapterChangedError(
                 f"Adapters {tapped} have LoRA on {layer.name}.v_proj now, and had not when their LR was cached. Call "
                 "cache.reset() and run the prompt again, or load the adapter under another name."
@@ -157,26 +168,45 @@ class Forward:
                 "do not add up there. Use scheme='full_shared' or 'non_shared'."
             )
 
-    def _reading(self, layer: LayerBinding, value: Tensor) -> Reading:
-        """The agent's LR, a column slice of its bank, and its B, read from the adapters as they are now."""
-        parts: dict[tuple[Hashable, tuple[int, int]], Tensor] = {}
+    def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The agent's B and constant, from the adapters as they are now; ``layer.places`` says where its LR lies."""
+        bs: dict[Place, Tensor] = {}
         constant: Tensor | None = None
         for adapter, key in self.own:
-            place = self.cache.banks[key].columns[layer.position].get(adapter)
-            if place is None:
+            columns = self.cache.roster.banks[key].columns[layer.position].get(adapter)
+            if columns is None:
                 continue
             b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)
-            parts[key, place] = parts[key, place] + b if (key, place) in parts else b
+            place = key, columns
+            bs[place] = bs[place] + b if place in bs else b
             if bias is not None:
                 constant = bias if constant is None else constant + bias
-        if not parts:
-            return Reading(value, None, None, constant)
-        lr = self.cache.layers[layer.index].lr
-        slices = [lr[key].read(self.plan.stop)[..., first : first + rank] for key, (first, rank) in parts]
-        bs = list(parts.values())
-        if len(bs) == 1:
-            return Reading(value, slices[0], bs[0], constant)
-        return Reading(value, torch.cat(slices, -1), torch.cat(bs, 1), constant)
+        layer.places = list(bs)
+        whole = None if not bs else next(iter(bs.values())) if len(bs) == 1 else torch.cat(list(bs.values()), 1)
+        return whole, constant
+
+    def _read_lr(self, layer: LayerBinding, start: int, stop: int) -> Tensor | None:
+        store = self.cache.layers[layer.index]
+        slices = [store.read("lr", key, stop, start)[..., first : first + rank] for key, (first, rank) in layer.places]
+        return None if not slices else slices[0] if len(slices) == 1 else torch.cat(slices, -1)
+
+    def _parts(self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None) -> list[Part]:
+        """K, V and LR of a fork as they lie, if the layer's attention can take them apart; else nothing."""
+        if layer is None or self.keep_attention:
+            return []
+        cuts = sorted({*store.k[stream].ends(), *(end for key, _ in layer.places for end in store.lr[key].ends())})
+        if not cuts or cuts[-1] > self.plan.past:
+            return []
+        bounds = [0, *cuts, self.plan.stop]
+        return [
+            (
+                store.read("k", stream, stop, start),
+                store.read("v", stream, stop, start),
+                self._read_lr(layer, start, stop),
+            )
+            for start, stop in pairwise(bounds)
+            if start < stop
+        ]
 
 
 def _reconstruct(value: Tensor, reading: Reading) -> Tensor:

@@ -63,6 +63,12 @@ class Ledger:
             return self.streams.get(agent, 0)
         return min([self.total, *(self.lr.get(bank, 0) for bank in banks)])
 
+    def valid(self, group: str, key: Hashable) -> int:
+        """Positions of a layer's buffer that hold something: ``group`` "k", "v" or "lr", ``key`` its stream or bank."""
+        if group == "lr":
+            return self.lr.get(key, 0)
+        return self.total if key is None else self.streams.get(key, 0)  # type: ignore[call-overload]
+
     def length(self, agent: Agent, banks: Sequence[Hashable]) -> int:
         """What ``get_seq_length`` answers: ``read_by``, less the hand-over window the agent has yet to run."""
         read = self.read_by(agent, banks)

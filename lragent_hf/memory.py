@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .adapters import agent_label
+from .storage import GrowableBuffer
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
@@ -20,6 +21,7 @@ class MemoryRow:
         owner: the agents it serves.
         tokens: positions in use.
         in_use_bytes, reserved_bytes: bytes of those positions, and of the buffers that hold them.
+        shared_bytes: of ``in_use_bytes``, what forks of this cache, or the cache it is a fork of, hold as well.
     """
 
     part: str
@@ -27,6 +29,7 @@ class MemoryRow:
     tokens: int
     in_use_bytes: int
     reserved_bytes: int
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class MemoryReport:
         """Bytes of the buffers for K, V and LR, spare room included."""
         return sum(row.reserved_bytes for row in self.rows)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of ``in_use_bytes``, what forks hold as well: it exists once for all of them."""
+        return sum(row.shared_bytes for row in self.rows)
+
     def __str__(self) -> str:
         lines = [f"{'part':8}{'agents':28}{'tokens':>8}{'in use':>14}{'reserved':>14}"]
         lines += [
@@ -63,7 +71,7 @@ class MemoryReport:
             for row in self.rows
         ]
         lines.append(f"{'all':8}{self.scheme:28}{'':8}{self.in_use_bytes:>14,}{self.reserved_bytes:>14,}")
-        lines.append(f"unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes")
+        lines.append(self._note())
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -71,8 +79,11 @@ class MemoryReport:
         cells.append(("all", self.scheme, "", f"{self.in_use_bytes:,}", f"{self.reserved_bytes:,}"))
         head = "".join(f"<th>{name}</th>" for name in ("part", "agents", "tokens", "bytes in use", "bytes reserved"))
         body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-        note = f"unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{note}</p>"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{self._note()}</p>"
+
+    def _note(self) -> str:
+        shared = f"shared with forks: {self.shared_bytes:,} bytes; " if self.shared_bytes else ""
+        return f"{shared}unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes"
 
 
 def memory_report(cache: "LoRASharedCache") -> MemoryReport:
@@ -80,30 +91,22 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
     ledger, scheme = cache.ledger, cache.scheme
     sums: dict[tuple[str, str], list[int]] = {}
 
-    def add(part: str, owner: str, tokens: int, in_use: int, reserved: int) -> None:
-        row = sums.setdefault((part, owner), [tokens, 0, 0])
-        row[1] += in_use
-        row[2] += reserved
+    def add(part: str, owner: str, tokens: int, buffer: GrowableBuffer) -> None:
+        row = sums.setdefault((part, owner), [tokens, 0, 0, 0])
+        for column, length in enumerate((tokens, buffer.capacity, min(tokens, buffer.frozen)), start=1):
+            row[column] += buffer.nbytes(length)
 
     everyone = ", ".join(map(agent_label, ledger.turns)) or "all"
     per_token = 0
     for layer in cache.layers:
-        for part, group in (("K", layer.k), ("V_base" if scheme.splits_values else "V", layer.v)):
+        for part, name, group in (("K", "k", layer.k), ("V_base" if scheme.splits_values else "V", "v", layer.v)):
             for stream, buffer in group.items():
-                tokens = ledger.total if stream is None else ledger.streams.get(stream, 0)
                 owner = everyone if stream is None else agent_label(stream)
-                add(part, owner, tokens, buffer.nbytes(tokens), buffer.nbytes(buffer.capacity))
+                add(part, owner, ledger.valid(name, stream), buffer)
             if group:
                 per_token += next(iter(group.values())).nbytes(1)
         for key, buffer in layer.lr.items():
-            tokens = ledger.lr.get(key, 0)
-            add(
-                "LR",
-                ", ".join(cache.banks[key].adapters),
-                tokens,
-                buffer.nbytes(tokens),
-                buffer.nbytes(buffer.capacity),
-            )
+            add("LR", ", ".join(cache.roster.banks[key].adapters), ledger.valid("lr", key), buffer)
     return MemoryReport(
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),

@@ -55,7 +55,8 @@ class Trajectory:
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self.tokens.data = self.mask.data = None
+        self.tokens.clear()
+        self.mask.clear()
         self.total = 0
         self.rows: int | None = None
         self.has_pads = False

@@ -213,6 +213,31 @@ class NaiveRun:
                 if self.lr_length.get(name, 0) < self.n:
                     self.lr_length[name] = min(self.lr_length.get(name, 0), max(0, length - count))
 
+    def truncate(self, total: int) -> None:
+        """Cut the trajectory for everybody."""
+        self.n = min(self.n, total)
+        del self.writer[self.n :]
+        self.progress = None
+        self.lr_length = {name: min(length, self.n) for name, length in self.lr_length.items()}
+        self.read = {name: min(length, self.n) for name, length in self.read.items()}
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows."""
+        for store in (self.k, self.v, self.lr):
+            for layer in store:
+                layer.update({name: tensor[rows] for name, tensor in layer.items()})
+
+    def state(self) -> dict[str, Any]:
+        """All that distinguishes this run; tensors are never written in place, so they need no copies."""
+        copies: dict[str, Any] = {name: [dict(layer) for layer in getattr(self, name)] for name in ("k", "v", "lr")}
+        copies |= {name: dict(getattr(self, name)) for name in ("lr_length", "read")}
+        copies |= {name: list(getattr(self, name)) for name in ("writer", "known")}
+        return copies | {"n": self.n, "progress": self.progress}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Become the run that had this state."""
+        self.__dict__.update(state)
+
 
 def _put(old: Tensor | None, first: int, past: int, rows: Tensor, dim: int) -> Tensor:
     """``old`` up to ``first``, then ``rows`` (which start at ``past``) from there on, then what of ``old`` lies behind."""

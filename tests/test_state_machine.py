@@ -2,7 +2,9 @@
 
 import copy
 import random
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from lragent_hf.ledger import Ledger
 SCHEMES = ("non_shared", "full_shared", "base_shared", "base_lr_shared", "base_lr_stacked")
 WINDOWED = ("full_shared", "base_lr_shared", "base_lr_stacked")
 AGENTS: tuple[Agent, ...] = (("plan",), ("act",), ("reflect",), (), ("act", "plan"), ("queries",))
+STEPS = ("turn", "part", "crop", "fail", "save", "fork", "branch", "drop", "rows", "align")
 CHUNKS = st.sampled_from((100, 100, 5, 2, 1))
 VOCAB = 61
 
@@ -61,7 +64,10 @@ def activate(model: Any, agent: Agent) -> None:
 
 
 class Turns(RuleBasedStateMachine):
-    """Agents take turns, in one forward or in chunks; turns are cut back, and forwards fail."""
+    """Agents take turns, in one forward or in chunks; turns are cut back, forwards fail, rows come and go.
+
+    Branches fork from each other, go their own ways and are dropped in any order; one is the current one.
+    """
 
     scheme = ""
 
@@ -83,10 +89,15 @@ class Turns(RuleBasedStateMachine):
         self.runs = [NaiveRun(model, self.scheme, window, agents) for model in (eager, exact)]
         self.generator = torch.Generator().manual_seed(seed)
         self.rows, self.pads = rows, pads if rows > 1 else 0
+        self.branches: list[Any] = []
         self.empty()
 
     def teardown(self) -> None:
         storage._SPARE = getattr(self, "spare", storage._SPARE)
+        for branch in getattr(self, "branches", []):  # what is left of the others is still what it was
+            self.switch_to(branch)
+            if self.ids.shape[1]:
+                self.turn(("plan",), 1, 100)
 
     def empty(self) -> None:
         self.ids = torch.zeros((self.rows, 0), dtype=torch.long)
@@ -204,6 +215,79 @@ class Turns(RuleBasedStateMachine):
         """Go on with a copy; the original is dropped."""
         self.cache = copy.deepcopy(self.cache)
 
+    @rule()
+    def saved_and_loaded(self) -> None:
+        """Go on with what was written to disk."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.cache.save(Path(folder) / "cache")
+            self.cache = LoRASharedCache.load(self.ours, Path(folder) / "cache")
+
+    @precondition(lambda self: len(self.branches) < 3)
+    @rule()
+    def forked(self) -> None:
+        """Another branch, which goes on some other time."""
+        self.branches.append(self.branch(self.cache.fork()))
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0, 2))
+    def another_branch(self, which: int) -> None:
+        which %= len(self.branches)
+        mine = self.branch(self.cache)
+        self.switch_to(self.branches[which])
+        self.branches[which] = mine
+
+    @precondition(lambda self: self.branches)
+    @rule(which=st.integers(0, 2))
+    def branch_is_dropped(self, which: int) -> None:
+        del self.branches[which % len(self.branches)]
+
+    def branch(self, cache: LoRASharedCache) -> Any:
+        return cache, [run.state() for run in self.runs], self.ids, self.mask, self.rows, self.pads
+
+    def switch_to(self, branch: Any) -> None:
+        self.cache, states, self.ids, self.mask, self.rows, self.pads = branch
+        for run, state in zip(self.runs, states, strict=True):
+            run.resume(state)
+
+    @precondition(lambda self: self.ids.shape[1] > 3)
+    @rule(how=st.sampled_from(("reorder", "select", "mask", "repeat")), pick=st.lists(st.integers(0, 3), min_size=4))
+    def rows_change(self, how: str, pick: list[int]) -> None:
+        rows = torch.tensor([index % self.rows for index in pick])
+        if how == "reorder":
+            rows = rows[: self.rows]
+            self.cache.reorder_cache(rows)
+        elif how == "select":
+            rows = rows[: 1 + pick[0]]
+            self.cache.batch_select_indices(rows)
+        elif how == "mask":
+            kept = torch.zeros(self.rows, dtype=torch.bool).index_fill_(0, rows, True)
+            rows = kept.nonzero().flatten()
+            self.cache.batch_select_indices(kept)
+        else:
+            times = 2 if self.rows < 3 else 1
+            rows = torch.arange(self.rows).repeat_interleave(times)
+            self.cache.batch_repeat_interleave(times)
+        self.ids, self.mask, self.rows = self.ids[rows], self.mask[rows], len(rows)
+        for run in self.runs:
+            run.select(rows)
+        assert self.cache.batch_size == self.rows
+
+    @precondition(lambda self: self.ids.shape[1] > 6)
+    @rule(cut=st.integers(1, 5))
+    def aligned(self, cut: int) -> None:
+        """The next prompt differs from what is cached in one token near the end."""
+        kept = self.ids.shape[1] - cut
+        prompt = self.ids[:, : kept + 1].clone()
+        prompt[:, kept] = (prompt[:, kept] + 1) % VOCAB
+        assert self.cache.align(prompt) == kept
+        for run in self.runs:
+            run.truncate(kept)
+        self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
+
+    @rule(layer=st.integers(0, 1), back=st.booleans())
+    def offloaded(self, layer: int, back: bool) -> None:
+        self.cache.prefetch(layer) if back else self.cache.offload(layer)
+
     @invariant()
     def lengths_are_consistent(self) -> None:
         if hasattr(self, "cache"):
@@ -214,11 +298,11 @@ class Turns(RuleBasedStateMachine):
                 assert ledger.writers == self.runs[0].writer
 
 
-def machine(scheme: str) -> Any:
+def machine(scheme: str, examples: int = 30) -> Any:
     turns = type(scheme, (Turns,), {"scheme": scheme})
     case = turns.TestCase
     case.settings = settings(
-        max_examples=30,
+        max_examples=examples,
         stateful_step_count=14,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -228,6 +312,14 @@ def machine(scheme: str) -> Any:
 
 
 TestNonShared, TestFullShared, TestBaseShared, TestBaseLRShared, TestBaseLRStacked = map(machine, SCHEMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_five_hundred_examples(scheme: str) -> None:
+    case = machine(scheme, examples=100)()
+    case.settings = settings(case.settings, derandomize=False)
+    case.runTest()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -246,8 +338,8 @@ def test_long_conversations(scheme: str, seed: int) -> None:
     )
     machine.turn(("plan",), 5, 100)
     try:
-        for _ in range(14):
-            step = pick.choices(("turn", "part", "crop", "fail"), (6, 2, 1, 1))[0]
+        for _ in range(18):
+            step = pick.choices(STEPS, (8, 2, 1, 1, 1, 2, 2, 1, 1, 1))[0]
             agent, count = pick.choice(AGENTS), pick.randint(1, 7)
             if step == "turn":
                 machine.turn(agent, count, pick.choice((100, 100, 3)))
@@ -255,7 +347,21 @@ def test_long_conversations(scheme: str, seed: int) -> None:
                 machine.part_of_a_turn(agent, count)
             elif step == "crop":
                 machine.crop(min(count, 3))
-            else:
+            elif step == "save":
+                machine.saved_and_loaded()
+            elif step == "fork" and len(machine.branches) < 3:
+                machine.forked()
+            elif step == "branch" and machine.branches:
+                machine.another_branch(count)
+            elif step == "drop" and machine.branches:
+                machine.branch_is_dropped(count)
+            elif step == "rows":
+                machine.rows_change(
+                    pick.choice(("reorder", "select", "repeat")), [pick.randint(0, 3) for _ in range(4)]
+                )
+            elif step == "align" and machine.ids.shape[1] > 6:
+                machine.aligned(min(count, 3))
+            elif step == "fail":
                 machine.failing_turn(agent, count, pick.randint(0, 1))
             machine.lengths_are_consistent()
     finally:

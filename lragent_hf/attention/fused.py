@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .merge import merge
+
 __all__ = ["fusable", "fused_attention"]
 
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -63,8 +65,4 @@ def fused_attention(
             parts.append((out, lse))
     if len(parts) == 1:
         return parts[0]
-    (out, lse), (own_out, own_lse) = parts
-    total = torch.logaddexp(lse, own_lse)
-    weights = [(one - total).exp_().nan_to_num_(0.0).unsqueeze(-1) for one in (lse, own_lse)]
-    merged = torch.addcmul(out * weights[0], own_out, weights[1])  # in the weights' fp32 for half precision
-    return merged.to(out.dtype), total
+    return merge(*parts[0], *parts[1])

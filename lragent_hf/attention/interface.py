@@ -1,5 +1,6 @@
 """What transformers calls: our attention function and the mask function that goes with it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from .._compat import sliding_window_of
 from ..errors import UnsupportedModelError
 from . import flash_lora_attention
+from .parts import Part, attend_parts, join_parts
 
 __all__ = ["NAME", "register"]
 
@@ -91,12 +93,17 @@ def attention(
             )
     layer = getattr(module, "lragent_binding", None)
     v_lr = b = bias = None
+    parts: Sequence[Part] = ()
     backend = "auto"
     if layer is not None and layer.owner.forward is not None:
         backend = layer.owner.forward.backend
         query = forbid_backward(query, query)
-        if layer.owner.forward.splits:
-            v_lr, b, bias = _take(layer, value)
+        if layer.owner.forward.splits or layer.reading is not None:
+            v_lr, b, bias, parts = _take(layer, key, value)
+    # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
+    if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
+        key, value, v_lr = join_parts(parts)
+        parts = ()
     if query.dtype != value.dtype:  # autocast, where rotated queries and keys come in fp32; sdpa casts as well
         query, key = query.to(value.dtype), key.to(value.dtype)
     if is_causal is None:
@@ -114,10 +121,16 @@ def attention(
                     "Make the cache with attention='keep'."
                 )
             window = getattr(attention_mask, _WINDOW)
-        output = flash_lora_attention(  # type: ignore[assignment]  # a tensor: no return_lse
-            query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
-            key_padding_mask=attention_mask, softcap=softcap, backend=backend,
-        )  # fmt: skip
+        if parts:
+            output = attend_parts(
+                query, parts, b, scale=scaling, causal=bool(is_causal), key_padding_mask=attention_mask, softcap=softcap,
+                backend=backend,
+            )  # fmt: skip
+        else:
+            output = flash_lora_attention(  # type: ignore[assignment]  # a tensor: no return_lse
+                query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
+                key_padding_mask=attention_mask, softcap=softcap, backend=backend,
+            )  # fmt: skip
     output = output.transpose(1, 2)
     if bias is not None:
         groups = query.shape[1] // bias.shape[0]
@@ -125,15 +138,16 @@ def attention(
     return output.contiguous(), None
 
 
-def _take(layer: Any, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The LR, B and constant that `update` left for this layer's one attention over V_base."""
+def _take(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[Part]]:
+    """The LR, B, constant and parts that `update` left for this layer's one attention over V_base."""
     reading, layer.reading = layer.reading, None
-    if reading is None or reading.value.data_ptr() != value.data_ptr() or reading.value.shape != value.shape:
+    same = reading is not None and reading.value.data_ptr() == value.data_ptr() and reading.value.shape == value.shape
+    if not same or (reading.parts and reading.parts[-1][0].data_ptr() != key.data_ptr()):
         raise UnsupportedModelError(
-            f"{layer.name} does not attend once to the values as the cache returned them, so its adapters' part cannot be "
-            "added on the way. Make the cache with attention='keep'."
+            f"{layer.name} does not attend once to keys and values as the cache returned them, so the rest of them cannot "
+            "be added on the way. Make the cache with attention='keep'."
         )
-    return reading.v_lr, reading.b, reading.bias
+    return reading.v_lr, reading.b, reading.bias, reading.parts
 
 
 class _ForbidBackward(torch.autograd.Function):
