@@ -264,6 +264,7 @@ class ModelBinding:
         }
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
         self.forward = cache.begin(self, keep_attention=keep, **inputs)
+        self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
                 layer.set_taps()

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class Forward:
         ]
         self._overwritten: list[tuple[GrowableBuffer, int, Tensor]] = []
         self._updated: set[int] = set()
+        self._narrow: list[tuple[GrowableBuffer, Any]] = []
+
+    def open(self) -> None:
+        """Give a cache of one row as many as the forward brings: beam search expands its inputs, not the cache."""
+        record = self.cache.trajectory
+        if record.rows is not None and self.step.rows != record.rows:
+            self._narrow = [(buffer, buffer.state()) for buffer in self.cache.buffers()]
+            for buffer, _ in self._narrow:
+                buffer.select(torch.zeros(self.step.rows, dtype=torch.long))
+            record.rows = self.step.rows
 
     def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> Tensor | None:
         """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
@@ -133,8 +143,13 @@ class Forward:
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
-        for buffer, start, rows in reversed(self._overwritten):
-            buffer.write(start, rows)
+        if self._narrow:
+            for buffer, state in self._narrow:
+                buffer.restore(state)
+            self.cache.trajectory.rows = 1
+        else:
+            for buffer, start, rows in reversed(self._overwritten):
+                buffer.write(start, rows)
         self.cache.drop_unused()
 
     def _keep(self, buffer: GrowableBuffer | None, start: int, valid: int) -> None:

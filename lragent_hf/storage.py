@@ -131,6 +131,14 @@ class GrowableBuffer:
             self.clear()
             self._replace(lambda: whole.index_select(0, rows.to(whole.device)))
 
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` needs to undo a `select`, which leaves the old tensors untouched."""
+        return self.data, self.prefix, self.start, self._lent
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Be again what `state` was asked of."""
+        self.data, self.prefix, self.start, self._lent = state
+
     def move(self, device: torch.device) -> None:
         """Keep the tensor on ``device`` from now on. What is shared with forks moves as a copy."""
         self.device = device

@@ -115,7 +115,7 @@ class Trajectory:
             TrajectoryMismatchError: other tokens than those cached, a mask or positions of another width or place, or
                 attention to a position that was padding when it was cached.
         """
-        if self.rows is not None and step.rows != self.rows and self.total:
+        if self.rows not in (None, 1, step.rows) and self.total:  # one row is expanded to as many as there are
             raise CacheModelMismatchError(
                 f"The cache holds {self.rows} row(s) and the forward brings {step.rows}. Use a cache per batch, or "
                 "batch_repeat_interleave / batch_select_indices to give the cache as many rows."

@@ -26,6 +26,7 @@ from tiny import (
     config,
     decoder_of,
     peft_model,
+    raising,
     randomise,
     run,
     snapshot,
@@ -204,6 +205,47 @@ def test_a_trajectory_branches_into_several_rows(scheme: str) -> None:
         model.set_adapter("plan")
     model.set_adapter("act")
     assert torch.equal(write(model, rows, 4, cache), torch.cat(alone))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+def test_a_cache_of_one_row_expands_for_beams(scheme: str, options: dict[str, Any]) -> None:
+    """Another agent searches with beams on what was read, twice; `align` chooses the row that goes on."""
+    model = agents_for(scheme)
+    cache, plain = LoRASharedCache(model, scheme), LoRASharedCache(model, scheme)
+    for one in (cache, plain):
+        run(model, one, IDS[:, :14])
+    model.set_adapter("act")
+    plain.batch_repeat_interleave(options["num_beams"])
+    prompt = observe(IDS[:, :14], 3)
+    ids = write(model, prompt, 5, cache, **options)
+    assert torch.equal(ids, write(model, prompt, 5, plain, **options))
+    assert cache.batch_size == options["num_beams"]
+    best = ids[:1]
+    assert cache.align(best) >= prompt.shape[1]
+    assert cache.batch_size == 1
+    model.set_adapter("plan")
+    more = observe(best, 4)
+    one = LoRASharedCache(model, scheme)
+    run(model, one, IDS[:, :14])
+    model.set_adapter("act")
+    run(model, one, best[:, : cache.ledger.total])
+    model.set_adapter("plan")
+    assert_close(run(model, cache, more)[:, -3:], run(model, one, more)[:, -3:])
+
+
+def test_an_expansion_that_fails_is_undone(scheme: str) -> None:
+    model = agents_for(scheme)
+    cache = LoRASharedCache(model, scheme)
+    run(model, cache, IDS[:, :14])
+    before = snapshot(cache)
+    model.set_adapter("act")
+    rows = torch.cat([IDS[:, :14].expand(3, -1), tokens(4, 3)], 1)
+    with raising(decoder_of(model).layers[2], RuntimeError("on purpose")), pytest.raises(RuntimeError, match="purpose"):
+        run(model, cache, rows)
+    assert_same_state(snapshot(cache), before)
+    assert cache.batch_size == 1
+    want = [run(model, cache.fork(), row[None]) for row in rows]
+    assert_close(run(model, cache, rows), torch.cat(want))
 
 
 def test_the_returned_cache_is_ours_and_goes_on(scheme: str) -> None:
