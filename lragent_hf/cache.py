@@ -1,6 +1,7 @@
 """LoRASharedCache: the cache that several LoRA agents share, as transformers sees it."""
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from html import escape
@@ -124,6 +125,10 @@ class LoRASharedCache(Cache):
         inputs = input_ids if input_ids is not None else inputs_embeds
         if inputs is None:
             raise ValueError("The forward has neither input_ids nor inputs_embeds.")
+        if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point() or not input_ids.numel()):
+            raise ValueError(
+                f"input_ids must be integers [B, q] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}."
+            )
         rows, count = inputs.shape[:2]
         replaced = binding.resolve()
         agent = binding.agent()
@@ -181,6 +186,7 @@ class LoRASharedCache(Cache):
         Raises:
             ValueError: a positive number (transformers dropped that meaning).
         """
+        tokens_to_remove = operator.index(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end.")
         self.binding.settle()
@@ -232,10 +238,16 @@ class LoRASharedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep batch rows ``indices`` only (an index or a bool mask [B])."""
-        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+        if indices.dtype == torch.bool:
+            if indices.shape != (self.trajectory.rows or indices.numel(),):
+                raise ValueError(f"A mask of {list(indices.shape)} rows was given to a cache with {self.batch_size}.")
+            indices = indices.nonzero().flatten()
+        self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row ``repeats`` times."""
+        if repeats < 1:
+            raise ValueError(f"batch_repeat_interleave({repeats}): each row is kept at least once.")
         if self.trajectory.rows is not None:
             self._select(torch.arange(self.trajectory.rows).repeat_interleave(repeats))
 
@@ -426,7 +438,9 @@ class LoRASharedCache(Cache):
         self.binding.settle()
         if self.trajectory.rows is None:
             return
-        if rows.numel() and (int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows):
+        if not rows.numel() or rows.is_floating_point():
+            raise ValueError(f"Rows are chosen by an index or a bool mask that keeps at least one, not by {rows}.")
+        if int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows:
             raise IndexError(f"rows {rows.tolist()} were asked of a cache with {self.trajectory.rows}")
         for buffer in self.buffers():
             buffer.select(rows % self.trajectory.rows)
