@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -140,3 +141,14 @@ def test_importing_the_library_does_not_import_triton():
     program += "\nelse: raise SystemExit('no error')"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_to_its_end(tmp_path):
+    """On a CPU, interpreted and tiny: every line of the script but the ones that need a GPU."""
+    script = Path(__file__).parents[2] / "examples" / "gpu_check.py"
+    command = [sys.executable, str(script), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " 0 failed" in done.stdout
+    assert len((tmp_path / "dry_run.csv").read_text().splitlines()) > 20
