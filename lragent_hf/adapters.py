@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer, LoraVariant
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from .dora import is_dora
 from .errors import UnsupportedAdapterError
+from .tap import Tap
 
 __all__ = [
     "Agent",
@@ -34,10 +36,14 @@ def agent_label(agent: Agent) -> str:
 
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, BaseTunerLayer]]:
-    """Every adapted layer below ``root``: (full name, parent, name in parent, layer)."""
+    """Every adapted layer below ``root``: (full name, parent, name in parent, layer).
+
+    Not those inside another one, nor the trained tokens of `trainable_token_indices`: these are active for the adapters
+    that have some, and do not tell who runs.
+    """
     for prefix, parent in root.named_modules():
         for child, layer in parent.named_children():
-            if isinstance(layer, BaseTunerLayer) and not isinstance(parent, BaseTunerLayer):
+            if isinstance(layer, BaseTunerLayer) and not isinstance(parent, BaseTunerLayer | AuxiliaryTrainingWrapper):
                 yield f"{prefix}.{child}".lstrip("."), parent, child, layer
 
 
@@ -97,16 +103,13 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
     return folded, bias
 
 
-def check_splittable(
-    name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str], ours: Any
-) -> None:
+def check_splittable(name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str]) -> None:
     """Refuse, by name, what V = X W0 + (X A) B does not describe on this attention layer.
 
     Args:
         name: of the attention module, for the message.
         v_proj, k_proj: its projections as PEFT left them.
         adapters: the adapters asked about.
-        ours: class of the ``LoraVariant`` that is the library's own tap.
 
     Raises:
         UnsupportedAdapterError: with the adapter, the layer, the reason and the way out.
@@ -115,11 +118,14 @@ def check_splittable(
         where = f"{name}.{child}"
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA")
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
-            if any(adapter in module._get_available_adapters() for adapter in adapters):
-                raise _refused(where, f"{type(module).__name__} is not LoRA", "use LoRA adapters")
+        if not isinstance(module, BaseTunerLayer):
             continue
+        if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
+            raise _refused(where, "adapters of several kinds are stacked on it", "use LoRA adapters alone")
         if not isinstance(module, LoraLayer):
+            if any(adapter in module._get_available_adapters() for adapter in adapters):
+                kind = f"{type(module).__module__}.{type(module).__name__}"
+                raise _refused(where, f"its adapter is a {kind}, not LoRA", "use LoRA adapters")
             continue
         if module.merged and not module.disable_adapters:
             names = ", ".join(module.merged_adapters)
@@ -129,13 +135,28 @@ def check_splittable(
                 continue
             if child == "k_proj":
                 raise _refused(where, f"adapter {adapter!r} has LoRA on k_proj, and keys are stored whole", None)
-            variant: LoraVariant | None = module.lora_variant.get(adapter)
-            if variant is not None and not isinstance(variant, ours):
-                kind = type(variant).__name__
-                raise _refused(where, f"adapter {adapter!r} is a variant of LoRA ({kind}), not X A B", None)
-            dropout = module.lora_dropout[adapter]
-            if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
-                raise _refused(where, f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first")
+            _check_lora(where, module, adapter)
+
+
+def _check_lora(where: str, layer: LoraLayer, adapter: str) -> None:
+    """Refuse an adapter that is not X A B, or not now."""
+    variant = layer.lora_variant.get(adapter)
+    if variant is not None and not isinstance(variant, Tap) and not is_dora(variant):
+        kind = type(variant).__name__
+        raise _refused(where, f"adapter {adapter!r} is a variant of LoRA ({kind}), not X A B", None)
+    if isinstance(layer, ParamWrapper):
+        raise _refused(where, f"adapter {adapter!r} is of target_parameters, not X A B", "use target_modules")
+    if not isinstance(layer.lora_A[adapter], nn.Linear) or not isinstance(layer.lora_B[adapter], nn.Linear):
+        raise _refused(where, f"adapter {adapter!r} is {type(layer).__name__}, not X A B", "use LoRA adapters")
+    dropout = layer.lora_dropout[adapter]
+    if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
+        raise _refused(where, f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first")
+    device = layer.lora_A[adapter].weight.device
+    base = next((weight.device for weight in layer.get_base_layer().parameters()), device)
+    if device.type == "meta":
+        raise _refused(where, f"the weights of adapter {adapter!r} are not in memory (device meta)", "load them")
+    if device != base:
+        raise _refused(where, f"adapter {adapter!r} is on {device} and v_proj on {base}", "move one to the other")
 
 
 def _refused(where: str, reason: str, way_out: str | None) -> UnsupportedAdapterError:

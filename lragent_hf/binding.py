@@ -8,8 +8,8 @@ Between forwards, and in forwards with any other cache, nothing is switched and 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from peft import PeftModel
-from peft.tuners.lora.layer import LoraLayer, LoraVariant
+from peft import PeftMixedModel, PeftModel, PeftType
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,7 +17,9 @@ from . import _compat
 from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, probes, read_agent, tuner_layers
 from .attention import interface
 from .attention.parts import Part
+from .dora import GainStore, check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
+from .tap import Tap
 
 __all__ = ["LayerBinding", "ModelBinding", "Place", "Reading", "attach", "detach"]
 
@@ -35,6 +37,8 @@ Place = tuple[Hashable, tuple[int, int]]
 class Reading(NamedTuple):
     """What the attention function of one layer adds to ``value``: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D].
 
+    With DoRA the sum of ``value`` and LR B is multiplied by ``gain`` [Hkv, 1, D] before the constant is added.
+
     ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.
     ``parts``: where the cache lies in several, all of it; ``value`` and the K with it are then the last part's.
     """
@@ -43,36 +47,8 @@ class Reading(NamedTuple):
     v_lr: Tensor | None = None
     b: Tensor | None = None
     bias: Tensor | None = None
+    gain: Tensor | None = None
     parts: Sequence[Part] = ()
-
-
-class Tap(LoraVariant):
-    """Keeps the adapter's part out of v_proj's output. It is in place only while a splitting forward runs."""
-
-    def __init__(self, layer: "LayerBinding"):
-        self.layer = layer
-
-    def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        self.layer.tapped += 1
-        return result
-
-    # A forward that was interrupted (Ctrl-C) leaves its taps until the next one; these are plain LoRA's.
-
-    @staticmethod
-    def init(module: LoraLayer, adapter_name: str, **kwargs: Any) -> None:
-        pass
-
-    @staticmethod
-    def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
-
-    @staticmethod
-    def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
-        orig_weight.data += module.get_delta_weight(active_adapter)
-
-    @staticmethod
-    def unmerge(module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
 class LayerBinding:
@@ -85,15 +61,14 @@ class LayerBinding:
         lr_rows: bank -> (first position, LR rows) that v_proj's hook computed and `update` stores.
         places: where the LR of the agent's adapters lies.
         reading: what `update` leaves for the attention function, which takes it.
-        tapped: how many adapters were kept out of v_proj in this forward.
+        tap, gains: what stands in for its adapters' variants; the gains of those that are DoRA.
     """
 
     def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
         self.owner, self.position, self.index, self.name, self.attention = owner, position, index, name, attention
-        self.tap = Tap(self)
+        self.tap, self.gains = Tap(), GainStore()
         self.v_proj: nn.Module | None = None
         self._handle: Any = None
-        self._tapped_adapters: list[str] = []
         self.forget()
 
     def forget(self) -> None:
@@ -103,7 +78,7 @@ class LayerBinding:
         self.lr_rows: dict[Hashable, tuple[int, Tensor]] = {}
         self.places: list[Place] = []
         self.reading: Reading | None = None
-        self.tapped = 0
+        self.tap.passed = 0
 
     @property
     def k_proj(self) -> nn.Module | None:
@@ -120,31 +95,9 @@ class LayerBinding:
         self._handle = v_proj.register_forward_hook(self._project, with_kwargs=True)
         return True
 
-    def set_taps(self) -> None:
-        """Tap the adapters that v_proj is about to run."""
-        v_proj = self.v_proj
-        if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:
-            for adapter in v_proj.active_adapters:
-                if adapter in v_proj.lora_A:
-                    v_proj.lora_variant[adapter] = self.tap
-                    self._tapped_adapters.append(adapter)
-
-    def remove_taps(self) -> None:
-        """Leave no variant behind, whoever holds the adapters by now."""
-        if isinstance(self.v_proj, LoraLayer):
-            for adapter in self._tapped_adapters:
-                if self.v_proj.lora_variant.get(adapter) is self.tap:
-                    del self.v_proj.lora_variant[adapter]
-        self._tapped_adapters.clear()
-
-    @property
-    def tapped_adapters(self) -> list[str]:
-        """The adapters that `set_taps` tapped: all of them must come through v_proj."""
-        return self._tapped_adapters
-
     def detach(self) -> None:
         """Remove hook, taps and the mark on the module."""
-        self.remove_taps()
+        self.tap.remove()
         if self._handle is not None:
             self._handle.remove()
         self.attention.__dict__.pop(_ATTRIBUTE, None)
@@ -224,6 +177,11 @@ class ModelBinding:
                 names.update(dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]))
         return list(names)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether the model has adapters at all, of whatever kind."""
+        return next(probes(self.decoder), None) is not None
+
     def check_regular(self) -> None:
         """Raise unless all adapted layers agree on who is active."""
         self._probe = None
@@ -234,6 +192,7 @@ class ModelBinding:
                     f"Adapted layers disagree on who is active: {name} runs {read_agent(layer)}, others {agent}. "
                     "Call set_adapter() on the whole model."
                 )
+            check_order(name, layer, agent)
 
     def check_splittable(self, adapters: list[str] | Agent, scheme: str) -> None:
         """Raise unless values of every layer split into base and LR for these adapters."""
@@ -248,7 +207,7 @@ class ModelBinding:
                 "Use scheme='full_shared' or 'non_shared'."
             )
         for layer in self.layers.values():
-            check_splittable(layer.name, layer.attention.v_proj, layer.k_proj, adapters, Tap)  # type: ignore[arg-type]
+            check_splittable(layer.name, layer.attention.v_proj, layer.k_proj, adapters)  # type: ignore[arg-type]
 
     # --- around a forward ----------------------------------------------------------------------------------------------
 
@@ -267,7 +226,7 @@ class ModelBinding:
         self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
-                layer.set_taps()
+                layer.tap.place(layer.v_proj)
         if not self.forward.keep_attention:
             self._switch_attention()
 
@@ -281,7 +240,7 @@ class ModelBinding:
         self._switched.clear()
         unread = next((layer.name for layer in self.layers.values() if layer.reading is not None), None)
         for layer in self.layers.values():
-            layer.remove_taps()
+            layer.tap.remove()
             layer.forget()
         if output is None:
             forward.undo()
@@ -338,7 +297,7 @@ def attach(model: nn.Module) -> ModelBinding:
 
     Raises:
         UnsupportedModelError: no decoder is found, or the model is an encoder-decoder.
-        UnsupportedAdapterError: prompt learning, which changes what a position is.
+        UnsupportedAdapterError: prompt learning or X-LoRA, which change what a position is.
     """
     decoder = _decoder(model)
     binding = decoder.__dict__.get(_ATTRIBUTE)
@@ -353,14 +312,14 @@ def detach(model: nn.Module) -> None:
 
 
 def _decoder(model: nn.Module) -> PreTrainedModel:
-    if isinstance(model, PeftModel):
+    if isinstance(model, PeftModel | PeftMixedModel):
         for name, config in model.peft_config.items():
-            if config.is_prompt_learning:
-                raise UnsupportedAdapterError(
-                    f"Adapter {name!r} is prompt learning ({config.peft_type}), which puts virtual tokens into the cache. "
-                    "Use LoRA adapters."
-                )
-        model = model.get_base_model()
+            if config.is_prompt_learning or config.peft_type == PeftType.XLORA:
+                reason = "is prompt learning ({}), which puts virtual tokens into the cache"
+                if config.peft_type == PeftType.XLORA:
+                    reason = "is {}, which runs every forward twice and so would cache every token twice"
+                raise UnsupportedAdapterError(f"Adapter {name!r} {reason.format(config.peft_type)}. Use LoRA adapters.")
+        model = model.base_model.model
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"Expected a transformers model or a PeftModel, got {type(model).__name__}.")
     if model.config.is_encoder_decoder:

@@ -406,9 +406,9 @@ class LoRASharedCache(Cache):
 
     def _check_agent(self, agent: Agent) -> None:
         self.binding.check_regular()
-        if not self.binding.adapters() and any(self.ledger.turns):
+        if not self.binding.adapted and any(self.ledger.turns):
             raise AdapterChangedError(
-                "The model has no LoRA adapters any more (merge_and_unload, unload), and tokens of "
+                "The model has no adapters any more (merge_and_unload, unload), and tokens of "
                 f"{', '.join(self.agents)} are cached. Call cache.reset(); to run without adapters use disable_adapter()."
             )
         if not self.scheme.splits_values:

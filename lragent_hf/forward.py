@@ -32,6 +32,7 @@ class Forward:
         splits: whether v_proj gives X W0 alone and the adapter's part comes from the LR cache.
         keep_attention: the model's own attention function runs, on V put together in `update`.
         backend: of `flash_lora_attention`.
+        fresh: adapters are looked at again, whatever torch says of their being the same.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Forward:
         self.splits = cache.scheme.splits_values
         self.keep_attention = keep_attention
         self.backend = cache.backend
+        self.fresh = step.count > 1 or plan.agent != cache.ledger.last
         self._banks: list[tuple[Hashable, LRBank, int]] = [
             (key, cache.roster.banks[key], first) for key, first in plan.lr_from.items()
         ]
@@ -112,7 +114,7 @@ class Forward:
                 store.write_lr(bank, first, rows.to(value.dtype))
         self._updated.add(index)
         trained = next((states for states in (key, value) if states.requires_grad), None)
-        b, constant = self._fold(layer, value) if layer is not None and self.splits else (None, None)
+        b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
         parts = self._parts(store, stream, layer)
         if parts:
             key, value, v_lr = parts[-1][0], parts[-1][1], None
@@ -123,7 +125,7 @@ class Forward:
             key = forbid_backward(key, trained)
         if layer is None or not (self.splits or parts):
             return key, value
-        reading = Reading(value, v_lr, b, constant, parts)
+        reading = Reading(value, v_lr, b, constant, gain, parts)
         if self.keep_attention:
             return key, _reconstruct(value, reading)
         layer.reading = reading
@@ -159,8 +161,8 @@ class Forward:
 
     def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
         """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
-        out, tapped = layer.v_out, layer.tapped_adapters
-        if layer.tapped != len(tapped):
+        out, tapped = layer.v_out, list(layer.tap.replaced)
+        if layer.tap.passed != len(tapped):
             raise UnsupportedAdapterError(
                 f"{layer.name}.v_proj ({type(layer.v_proj).__name__}) did not hand adapters "
                 f"{agent_label(self.plan.agent)!r} to their LoRA variant, so base and LR cannot be told apart. "
@@ -183,22 +185,27 @@ class Forward:
                 "do not add up there. Use scheme='full_shared' or 'non_shared'."
             )
 
-    def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The agent's B and constant, from the adapters as they are now; ``layer.places`` says where its LR lies."""
+    def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The agent's B, constant and gain, from the adapters as they are now; ``layer.places`` says where its LR lies."""
         bs: dict[Place, Tensor] = {}
         constant: Tensor | None = None
+        gain = layer.gains.read(layer.name, layer.v_proj, layer.tap.replaced, value.shape[1], self.fresh)
         for adapter, key in self.own:
             columns = self.cache.roster.banks[key].columns[layer.position].get(adapter)
             if columns is None:
                 continue
             b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)
+            if gain is not None:
+                b, bias = gain.undo(adapter, b), None if bias is None else gain.undo(adapter, bias)
             place = key, columns
             bs[place] = bs[place] + b if place in bs else b
             if bias is not None:
                 constant = bias if constant is None else constant + bias
         layer.places = list(bs)
         whole = None if not bs else next(iter(bs.values())) if len(bs) == 1 else torch.cat(list(bs.values()), 1)
-        return whole, constant
+        if gain is None:
+            return whole, constant, None
+        return whole, gain.constant(constant), gain.total
 
     def _read_lr(self, layer: LayerBinding, start: int, stop: int) -> Tensor | None:
         store = self.cache.layers[layer.index]
@@ -225,10 +232,15 @@ class Forward:
 
 
 def _reconstruct(value: Tensor, reading: Reading) -> Tensor:
-    """V = V_base + V_lr B (paper, section 3), for attention functions that know only K and V."""
+    """V = V_base + V_lr B (paper, section 3; DoRA: times its gain), for attention functions that know only K and V."""
+    dtype = value.dtype
     if reading.v_lr is not None and reading.b is not None:
         value = value + reading.v_lr.unsqueeze(1) @ reading.b
-    return value if reading.bias is None else value + reading.bias
+    if reading.gain is not None:
+        value = value * reading.gain
+    if reading.bias is not None:
+        value = value + reading.bias
+    return value.to(dtype)
 
 
 def _version(tensor: Tensor) -> int:

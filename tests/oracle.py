@@ -5,6 +5,8 @@ eager function for the error budget, and `exact_attention` for the oracle (eager
 inputs are).
 """
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,10 +71,17 @@ class NaiveRun:
         base: PreTrainedModel = model.get_base_model()
         self.attention = [layer.self_attn for layer in base.get_decoder().layers]
         self.inputs: list[Tensor] = [torch.empty(0)] * len(self.attention)
-        for index, attention in enumerate(self.attention):
+        self.handles = [
             attention.v_proj.register_forward_pre_hook(self._remember(index))
+            for index, attention in enumerate(self.attention)
+        ]
         self.tokens: Tensor | None = None
         self.reset()
+
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self.handles:
+            handle.remove()
 
     def _remember(self, index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -188,6 +197,10 @@ class NaiveRun:
                 if v_proj.lora_B[adapter].bias is not None:
                     constant = v_proj.lora_B[adapter].bias * v_proj.scaling[adapter]
                     v = v + constant.view(1, -1, 1, value.shape[-1])
+                if adapter in v_proj.lora_magnitude_vector:
+                    v = _dora(
+                        v, v_proj.base_layer, v_proj.lora_A[adapter].weight, b, v_proj.lora_magnitude_vector[adapter]
+                    )
         return k, v
 
     # --- undoing --------------------------------------------------------------------------------------------------------
@@ -239,6 +252,16 @@ class NaiveRun:
         self.__dict__.update(state)
 
 
+def _dora(v: Tensor, base: nn.Linear, a: Tensor, b: Tensor, magnitude: Any) -> Tensor:
+    """What DoRA makes of V = X W0 + X A B + bias: all but the bias times m / ||W0 + A B||, feature by feature."""
+    gain = magnitude.weight / (base.weight + b @ a).norm(dim=1)
+    gain = gain.view(1, -1, 1, v.shape[-1])
+    if base.bias is None:
+        return gain * v
+    bias = base.bias.view(1, -1, 1, v.shape[-1])
+    return gain * (v - bias) + bias
+
+
 def _put(old: Tensor | None, first: int, past: int, rows: Tensor, dim: int) -> Tensor:
     """``old`` up to ``first``, then ``rows`` (which start at ``past``) from there on, then what of ``old`` lies behind."""
     if old is None:
@@ -261,3 +284,55 @@ def assert_close_to_oracle(name: str, got: Tensor, oracle: Tensor, eager: Tensor
     assert not got.isnan().any(), report
     assert ours.max() <= 2 * theirs.max() + tiny, report
     assert ours.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + tiny, report
+
+
+def exact_twin(model: Any) -> Any:
+    """A copy of a model in fp64 with explicit softmax attention, for a `NaiveRun`. Made before the model is attached."""
+    twin = copy.deepcopy(model).double()
+    twin.base_model.model.set_attn_implementation(EXACT)
+    return twin
+
+
+def activate(model: Any, agent: Agent) -> None:
+    """Switch to the agent; ``()`` is the base model."""
+    if agent:
+        model.base_model.enable_adapter_layers()
+        model.base_model.set_adapter(list(agent))
+    else:
+        model.base_model.disable_adapter_layers()
+
+
+def assert_turns(
+    model: Any,
+    cache: Cache,
+    naive: NaiveRun,
+    ids: Tensor,
+    turns: Iterable[tuple[Agent, int]],
+    mask: Tensor | None = None,
+) -> None:
+    """Agents bring the trajectory to those lengths, the first part of a turn in one forward, the last two one by one.
+
+    ``model`` is in fp64, as ``naive`` is: logits are equal to rounding, at every attended position.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    for agent, stop in turns:
+        activate(model, agent)
+        activate(naive.model, agent)
+        start = cache.get_seq_length()
+        assert start == naive.length(agent), f"{agent} stands at {start}, not {naive.length(agent)}"
+        for end in (stop - 2, stop - 1, stop):
+            if end <= start:
+                continue
+            positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, start:]
+            with torch.no_grad():
+                got = model(
+                    input_ids=ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions,
+                    **{CACHE_ARG: cache},
+                ).logits
+            want = naive.forward(agent, ids[:, start:end], mask[:, :end])
+            attended = mask[:, start:end].bool()
+            error = (got - want)[attended].abs().max().item() if attended.any() else 0.0
+            assert error < 1e-9 * (1 + want.abs().max().item()), f"{agent} {start}:{end}: error {error:.3g}"
+            start = end

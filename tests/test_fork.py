@@ -123,12 +123,10 @@ def actions(model: PeftModel, scheme: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("scheme", "window"), [*((name, 0) for name in SCHEMES), *((name, 6) for name in WITH_WINDOW)])
 @pytest.mark.parametrize("name", ["take over", "fail", "grow", "crop and regrow", "align", "reset", "rows", "offload"])
 @pytest.mark.parametrize("who", ["origin", "branch"])
 def test_what_one_does_the_others_do_not_see(model: PeftModel, scheme: str, who: str, name: str, window: int) -> None:
-    if window and scheme not in WITH_WINDOW:
-        pytest.skip("the scheme takes no window")
     origin = LoRASharedCache(model, scheme=scheme, handover_window=window)
     turn(model, origin, "plan", IDS[:, :40])
     branch, other = origin.fork(), origin.fork()

@@ -160,26 +160,6 @@ def test_adapters_merged_between_forwards_are_refused(scheme: str, stop: int) ->
 
 
 @pytest.mark.parametrize("scheme", SPLITTING)
-def test_dora_is_refused(scheme: str) -> None:
-    model = peft_model(adapters={"plan": {}, "act": {"use_dora": True}}, shared=True)
-    not_made(model, scheme, UnsupportedAdapterError, "layers.0.self_attn.v_proj", "'act'", "Dora", "full_shared")
-    model.set_adapter("act")
-    for whole in WHOLE:
-        assert_alone(model, LoRASharedCache(model, whole), IDS)
-
-
-@pytest.mark.parametrize("scheme", SPLITTING)
-def test_a_dora_adapter_that_becomes_active_is_refused(scheme: str) -> None:
-    model = peft_model(adapters={"plan": {}, "act": {"use_dora": True}}, shared=True)
-    cache = LoRASharedCache(model, scheme, agents=["plan"])
-    run(model, cache, IDS[:, :10])
-    model.set_adapter("act")
-    refused(cache, UnsupportedAdapterError, "'act'", "Dora", by=lambda: run(model, cache, IDS))
-    model.set_adapter("plan")
-    assert_close(run(model, cache, IDS), model(IDS).logits[:, 10:])
-
-
-@pytest.mark.parametrize("scheme", SPLITTING)
 def test_lora_on_k_proj_is_refused(scheme: str) -> None:
     model = peft_model(adapters={"plan": {}, "act": {"target_modules": ["k_proj", "v_proj"]}}, shared=True)
     not_made(model, scheme, UnsupportedAdapterError, "layers.0.self_attn.k_proj", "'act'", "full_shared", "non_shared")

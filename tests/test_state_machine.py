@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import EXACT, Agent, NaiveRun, assert_close_to_oracle
+from oracle import Agent, NaiveRun, activate, assert_close_to_oracle, exact_twin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,28 +39,20 @@ def models(shared_a: bool) -> tuple[Any, Any, Any]:
     modules = ["q_proj", "v_proj", "o_proj", "up_proj"]
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules), adapter_name="plan")
     model.add_adapter("act", LoraConfig(r=4 if shared_a else 3, lora_alpha=6, target_modules=modules, use_rslora=True))
-    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules))
+    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules, use_dora=True))
     model.add_adapter("queries", LoraConfig(r=2, target_modules=["q_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.3)
+        if "magnitude" in name:
+            parameter.data.mul_(0.5 + torch.rand_like(parameter))
     if shared_a:
         for layer in model.get_base_model().model.layers:
             a = layer.self_attn.v_proj.lora_A
             for adapter in ("act", "reflect"):
                 a[adapter].weight.data.copy_(a["plan"].weight.data)
     model.eval()
-    exact = copy.deepcopy(model).double()
-    exact.get_base_model().set_attn_implementation(EXACT)
-    return model, copy.deepcopy(model), exact
-
-
-def activate(model: Any, agent: Agent) -> None:
-    if agent:
-        model.base_model.enable_adapter_layers()
-        model.base_model.set_adapter(list(agent))
-    else:
-        model.base_model.disable_adapter_layers()
+    return model, copy.deepcopy(model), exact_twin(model)
 
 
 class Turns(RuleBasedStateMachine):

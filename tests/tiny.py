@@ -102,7 +102,12 @@ def randomise(model: nn.Module, seed: int = 0, shared: bool = False, only: str |
             b.weight.data.copy_(torch.randn(b.weight.shape, generator=generator) * 0.3)
             if b.bias is not None:
                 b.bias.data.copy_(torch.randn(b.bias.shape, generator=generator) * 0.3)
-        if shared:
+            if (
+                name in module.lora_magnitude_vector
+            ):  # DoRA: gains of about 0.5 to 1.5, and not those of an untrained one
+                m = module.lora_magnitude_vector[name].weight
+                m.data.mul_(0.5 + torch.rand(m.shape, generator=generator))
+        if shared and module.lora_A:
             first = next(iter(module.lora_A))
             for name in module.lora_A:
                 module.lora_A[name].weight.data.copy_(module.lora_A[first].weight.data)

@@ -92,14 +92,14 @@ def attention(
                 "Make the cache with attention='keep'."
             )
     layer = getattr(module, "lragent_binding", None)
-    v_lr = b = bias = None
+    v_lr = b = bias = gain = None
     parts: Sequence[Part] = ()
     backend = "auto"
     if layer is not None and layer.owner.forward is not None:
         backend = layer.owner.forward.backend
         query = forbid_backward(query, query)
         if layer.owner.forward.splits or layer.reading is not None:
-            v_lr, b, bias, parts = _take(layer, key, value)
+            v_lr, b, bias, gain, parts = _take(layer, key, value)
     # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
     if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
         key, value, v_lr = join_parts(parts)
@@ -108,12 +108,12 @@ def attention(
         query, key = query.to(value.dtype), key.to(value.dtype)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    window = None
     if attention_mask is not None and attention_mask.ndim != 2:
         if v_lr is not None and b is not None:
             value = value + v_lr.unsqueeze(1) @ b
         output = dense_attention(query, key, value, attention_mask, scaling, softcap)
     else:
-        window = None
         if attention_mask is not None:
             if not hasattr(attention_mask, _WINDOW):
                 raise UnsupportedModelError(
@@ -132,14 +132,31 @@ def attention(
                 key_padding_mask=attention_mask, softcap=softcap, backend=backend,
             )  # fmt: skip
     output = output.transpose(1, 2)
+    dtype, groups = output.dtype, query.shape[1] // value.shape[1]
+    if gain is not None:
+        output = output * gain.repeat_interleave(groups, 0).transpose(0, 1)
     if bias is not None:
-        groups = query.shape[1] // bias.shape[0]
-        output = output + bias.repeat_interleave(groups, 0).transpose(0, 1)
-    return output.contiguous(), None
+        constant = bias.repeat_interleave(groups, 0).transpose(0, 1)
+        if attention_mask is not None:
+            constant = constant * _attends(attention_mask, window, output.shape[1])
+        output = output + constant
+    return output.to(dtype).contiguous(), None
 
 
-def _take(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[Part]]:
-    """The LR, B, constant and parts that `update` left for this layer's one attention over V_base."""
+def _attends(mask: Tensor, window: int | None, count: int) -> Tensor:
+    """Which of the last ``count`` positions attend to anything [B or 1, count, 1 or Hq, 1]: others get no constant."""
+    if mask.ndim != 2:
+        return mask.any(-1).transpose(1, 2).unsqueeze(-1) if mask.dtype == torch.bool else mask.new_ones(())
+    seen = mask.long().cumsum(1)
+    if window is not None:
+        seen = seen - nn.functional.pad(seen, (window, 0))[:, : seen.shape[1]]
+    return seen[:, -count:, None, None] > 0
+
+
+def _take(
+    layer: Any, key: Tensor, value: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Sequence[Part]]:
+    """The LR, B, constant, gain and parts that `update` left for this layer's one attention over V_base."""
     reading, layer.reading = layer.reading, None
     same = reading is not None and reading.value.data_ptr() == value.data_ptr() and reading.value.shape == value.shape
     if not same or (reading.parts and reading.parts[-1][0].data_ptr() != key.data_ptr()):
@@ -147,7 +164,7 @@ def _take(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor
             f"{layer.name} does not attend once to keys and values as the cache returned them, so the rest of them cannot "
             "be added on the way. Make the cache with attention='keep'."
         )
-    return reading.v_lr, reading.b, reading.bias, reading.parts
+    return reading.v_lr, reading.b, reading.bias, reading.gain, reading.parts
 
 
 class _ForbidBackward(torch.autograd.Function):
