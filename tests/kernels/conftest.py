@@ -12,6 +12,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "attention"))  # cases, atten
 
 pytest.importorskip("triton")
 
+from triton.runtime import interpreter
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor_and_index(tensor, scope):
+    """Triton 3.6 makes int() of arrays of one element, which numpy forbids since; later ones do what this does."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor_and_index
+
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_scratch():

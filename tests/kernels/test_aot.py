@@ -26,6 +26,13 @@ def test_every_dtype_at_head_dim_128(arch, tmp_path):
     assert len(compile_all(*asked, tmp_path=tmp_path)) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_mode_dtype_head_dim_and_rank(arch, tmp_path):
+    asked = ("--arch", arch, "--D", 64, 128, 256, "--rank", 8, 16, 64)
+    assert len(compile_all(*asked, tmp_path=tmp_path)) == 3 * 3 * 3 * 3
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_keys_and_values_are_read_16_bytes_wide(arch, tmp_path):
     """Without LR every load of the kernel is one of Q, K or V_base."""
@@ -37,7 +44,7 @@ def test_tensor_core_instructions_grow_as_the_cost_model_says(tmp_path):
     """Over one tile size, so instructions of the inner loops are to each other as flops a pair of query and key."""
     asked = ("--arch", "sm_80", "--D", 128, "--rank", 0, 8, 64, "--dtype", "fp16", "--mode", "prefill")
     lines = compile_all(*asked, tmp_path=tmp_path)
-    assert len({line[5] for line in lines}) == 1  # the tile
+    assert len({line[6] for line in lines}) == 1  # the tile
     counted = [int(line[-3]) for line in lines]
     for rank, mma in zip((0, 8, 64), counted, strict=True):
         assert mma / counted[0] - 1 == flops(1, 1, 1, 0, 128, rank).overhead
