@@ -7,7 +7,14 @@ from torch import nn
 from transformers import LlamaModel
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
 
-__all__ = ["CACHE_ARG", "attn_implementation", "cache_argument", "set_attn_implementation", "sliding_window_of"]
+__all__ = [
+    "CACHE_ARG",
+    "attn_implementation",
+    "cache_argument",
+    "set_attn_implementation",
+    "sliding_window_of",
+    "takes_cache",
+]
 
 CACHE_ARG: str = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 """Name of the cache argument of ``forward`` and ``generate`` that the installed transformers takes without a warning."""
@@ -27,6 +34,11 @@ def cache_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             if key in names:
                 return value
     return None
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Whether the module's forward names a cache among its arguments."""
+    return not set(_CACHE_NAMES).isdisjoint(inspect.signature(module.forward).parameters)
 
 
 def attn_implementation(config: Any) -> str | None:

@@ -119,6 +119,8 @@ def check_splittable(name: str, v_proj: nn.Module, k_proj: nn.Module | None, ada
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA")
         if not isinstance(module, BaseTunerLayer):
+            if any(isinstance(part, BaseTunerLayer) for part in (() if module is None else module.modules())):
+                raise _refused(where, f"adapters sit inside {type(module).__name__}, not on it", None)
             continue
         if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
             raise _refused(where, "adapters of several kinds are stacked on it", "use LoRA adapters alone")

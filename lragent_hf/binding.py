@@ -27,6 +27,10 @@ __all__ = ["LayerBinding", "ModelBinding", "Place", "Reading", "attach", "detach
 _OWN_SCORES = frozenset(("doge", "diffllama"))
 # Layers that keep something else than K and V: state that neither an agent nor a crop could be told apart in.
 _STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid")
+# Arguments of a model made for images or sound too that come with text alone.
+_TEXT = frozenset(
+    ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep")
+)
 _ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
 
 
@@ -115,13 +119,14 @@ class ModelBinding:
     """All layers of one model, and the forward that now runs, if it has one of our caches.
 
     Attributes:
-        decoder: the module that takes `input_ids` and the cache.
+        decoder: the module that takes `input_ids` (or what ``outer`` embedded) and the cache.
         layers: by layer index; empty where attention has no separate v_proj (then only whole values can be shared).
         forward: the running forward, an object of the cache's own (`cache.begin`).
     """
 
-    def __init__(self, decoder: PreTrainedModel):
+    def __init__(self, decoder: PreTrainedModel, outer: PreTrainedModel):
         self.decoder = decoder
+        self.entered: dict[str, Any] = {}
         self.layers: dict[int, LayerBinding] = {}
         self._twice: str | None = None
         for name, module in decoder.named_modules():
@@ -143,6 +148,11 @@ class ModelBinding:
             decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
             decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
+        if outer is not decoder:
+            self._handles += [
+                outer.register_forward_pre_hook(self.enter, with_kwargs=True),
+                outer.register_forward_hook(self.leave, always_call=True),
+            ]
         decoder.__dict__[_ATTRIBUTE] = self
         for layer in self.layers.values():
             layer.resolve()
@@ -211,6 +221,24 @@ class ModelBinding:
 
     # --- around a forward ----------------------------------------------------------------------------------------------
 
+    def enter(self, outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pre-hook of the whole model: note its tokens and 2-D mask.
+
+        One made for images or sound too gives its decoder embeddings and ready masks. Tokens say all only where it was
+        called with nothing but text.
+        """
+        self.entered = {}
+        media = [
+            name for name, value in kwargs.items() if name not in _TEXT and isinstance(value, Tensor | list | tuple)
+        ]
+        if not media and len(args) < 2:
+            names = ("input_ids", "attention_mask")
+            self.entered = {name: _compat.cache_argument(outer, args, kwargs, name) for name in names}
+
+    def leave(self, outer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Post-hook of the whole model."""
+        self.entered = {}
+
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way."""
         self.settle()
@@ -221,6 +249,12 @@ class ModelBinding:
             name: _compat.cache_argument(decoder, args, kwargs, name)
             for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
         }
+        if isinstance(inputs["inputs_embeds"], Tensor) and inputs["input_ids"] is None:
+            ids = self.entered.get("input_ids")
+            if ids is not None and ids.shape == inputs["inputs_embeds"].shape[:2]:
+                inputs["input_ids"] = ids
+                if getattr(inputs["attention_mask"], "ndim", 0) != 2:
+                    inputs["attention_mask"] = self.entered["attention_mask"]
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
         self.forward = cache.begin(self, keep_attention=keep, **inputs)
         self.forward.open()
@@ -266,9 +300,12 @@ class ModelBinding:
         return any(changed)
 
     def can_switch_attention(self) -> bool:
-        """Whether attention goes through transformers' registry and nothing in it needs the model's own function."""
+        """Whether attention goes through transformers' registry and nothing in it needs the model's own function.
+
+        Without a v_proj there is no LR to add, so there is nothing to switch for.
+        """
         registry = bool(getattr(self.decoder, "_supports_attention_backend", False))
-        if getattr(self.decoder.config, "model_type", None) in _OWN_SCORES:
+        if not self.layers or getattr(self.decoder.config, "model_type", None) in _OWN_SCORES:
             return False
         return registry and not any(hasattr(layer.attention, "sinks") for layer in self.layers.values())
 
@@ -301,7 +338,10 @@ def attach(model: nn.Module) -> ModelBinding:
     """
     decoder = _decoder(model)
     binding = decoder.__dict__.get(_ATTRIBUTE)
-    return binding if binding is not None else ModelBinding(decoder)
+    if binding is not None:
+        return binding
+    outer = model.get_base_model() if isinstance(model, PeftModel) else model
+    return ModelBinding(decoder, outer)
 
 
 def detach(model: nn.Module) -> None:
@@ -327,6 +367,10 @@ def _decoder(model: nn.Module) -> PreTrainedModel:
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         raise UnsupportedModelError(f"{type(model).__name__} names no decoder of its own.")
+    if not _compat.takes_cache(decoder):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} takes no cache of keys and values, so there is none to share."
+        )
     kinds = {str(kind) for kind in getattr(decoder.config, "layer_types", None) or ()}
     stateful = sorted(kind for kind in kinds if any(word in kind for word in _STATEFUL))
     if stateful or getattr(decoder, "_is_stateful", False):

@@ -15,7 +15,7 @@ from .adapters import Agent, agent_label
 from .attention import BACKENDS
 from .binding import ModelBinding, attach
 from .checkpoint import read_cache, read_manifest, write_cache
-from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError
+from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError, UnsupportedModelError
 from .forward import Forward
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
@@ -90,8 +90,8 @@ class LoRASharedCache(Cache):
         self._said_keep = False
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
         self.roster = Roster(self.scheme, align, list(agents) if agents is not None else None)
-        config = self.binding.decoder.config
-        count = max([config.num_hidden_layers, *(index + 1 for index in self.binding.layers)])
+        stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)
+        count = max([stated, *(index + 1 for index in self.binding.layers)])
         place = torch.device("cpu") if offload else None
         super().__init__(layers=[SharedLayer(self, reserve, place) for _ in range(count)])
         self.roster.check_declared(self.binding)
@@ -167,8 +167,22 @@ class LoRASharedCache(Cache):
             )
         return forward.update(layer_idx, key_states, value_states)
 
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as are the two below: what is neither K nor V has no place here."""
+        raise UnsupportedModelError(
+            f"{type(self.binding.decoder).__name__} caches something besides K and V (an indexer's keys, a state), which "
+            "agents cannot share by position. Use a model whose layers cache K and V only."
+        )
+
+    update_conv_state = update_recurrent_state = update_indexer
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the agent now active has in the cache. Constant during a forward; asking changes nothing."""
+        """Tokens that the agent now active has in the cache. Constant during a forward; asking changes nothing.
+
+        0 for a layer that stored nothing: cross-attention that has seen no image asks that way.
+        """
+        if 0 < layer_idx < len(self.layers) and not self.layers[layer_idx].is_initialized:
+            return 0
         agent = self.binding.agent()
         return self.ledger.length(agent, self._own_keys(agent))
 

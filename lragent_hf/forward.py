@@ -94,6 +94,11 @@ class Forward:
         plan, store = self.plan, self.cache.layers[index]
         layer = self.cache.binding.layers.get(index)
         stream = self.cache.stream_of(plan.agent)
+        if key.shape[2] != self.step.count:
+            raise UnsupportedModelError(
+                f"Layer {index} stores {key.shape[2]} positions for {self.step.count} token(s), so what is cached cannot "
+                "be told apart by token. Use a model that stores one position a token."
+            )
         if self.splits:
             if layer is None:
                 raise UnsupportedModelError(

@@ -21,13 +21,34 @@ EXACT = "tests_exact"
 
 
 def exact_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention in the inputs' own dtype, bool mask [B, 1, Lq, L]; rows that attend to nothing give zeros."""
+    """Softmax attention in the inputs' own dtype; rows that attend to nothing give zeros.
+
+    Args:
+        attention_mask: bool [B, 1 or Hq, Lq, L] (True = attend) or additive.
+        s_aux: attention sinks [Hq]: a score that takes its share of the softmax and has no value.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~attention_mask, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        scores = scores + attention_mask
+    elif attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    sinks = scores.new_full((scores.shape[1],), float("-inf")) if s_aux is None else s_aux.to(scores.dtype)
+    sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].nan_to_num()
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
@@ -68,8 +89,11 @@ class NaiveRun:
     def __init__(self, model: Any, scheme: str, window: int = 0, agents: tuple[str, ...] = ("plan", "act", "reflect")):
         self.model, self.scheme, self.window, self.agents = model, scheme, window, agents
         self.known: list[str] = []
-        base: PreTrainedModel = model.get_base_model()
-        self.attention = [layer.self_attn for layer in base.get_decoder().layers]
+        decoder: PreTrainedModel = model.get_base_model().get_decoder()
+        found = {
+            part.layer_idx: part for part in decoder.modules() if hasattr(part, "v_proj") and hasattr(part, "layer_idx")
+        }
+        self.attention = [found[index] for index in range(len(found))]
         self.inputs: list[Tensor] = [torch.empty(0)] * len(self.attention)
         self.handles = [
             attention.v_proj.register_forward_pre_hook(self._remember(index))

@@ -91,6 +91,11 @@ def attention(
                 f"{type(module).__name__} passes {name} to its attention function, which this one does not take. "
                 "Make the cache with attention='keep'."
             )
+    if key.shape != value.shape:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has keys {tuple(key.shape)} and values {tuple(value.shape)}, which this attention "
+            "function takes in one shape only. Make the cache with attention='keep'."
+        )
     layer = getattr(module, "lragent_binding", None)
     v_lr = b = bias = gain = None
     parts: Sequence[Part] = ()
