@@ -190,6 +190,24 @@ def test_beams_hand_over_to_another_agent(scheme: str) -> None:
     assert_close(run(model, cache, prompt)[:, -5:], run(model, plain, prompt)[:, -5:])
 
 
+def test_assisted_decoding_with_a_draft_model(scheme: str) -> None:
+    """The draft proposes, the agent accepts or crops: the same tokens, and a cache that another agent continues."""
+    model = agents_for(scheme)
+    draft = base_model(config(num_hidden_layers=1), seed=3)
+    cache, plain = LoRASharedCache(model, scheme), LoRASharedCache(model, scheme)
+    ids = write(model, IDS[:, :9], 8, cache, assistant_model=draft)
+    assert torch.equal(ids, write(model, IDS[:, :9], 8))
+    length = cache.align(ids)
+    run(model, plain, ids[:, :length])
+    model.set_adapter("act")
+    more = observe(ids, 5)
+    assert_close(run(model, cache, more)[:, -5:], run(model, plain, more)[:, -5:])
+    before = snapshot(cache)
+    with pytest.raises(TrajectoryMismatchError):  # generate feeds all of it again on the first step
+        write(model, observe(more, 2), 4, cache, assistant_model=draft)
+    assert_same_state(snapshot(cache), before)
+
+
 def test_a_trajectory_branches_into_several_rows(scheme: str) -> None:
     model = agents_for(scheme)
     cache = LoRASharedCache(model, scheme)
