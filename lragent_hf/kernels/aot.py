@@ -82,7 +82,7 @@ def compile_attend(
     row = ARCHITECTURES[arch]
     kind = "+".join(name for name in KINDS if kinds.get(name)) or "plain"
     key_lr = kinds.pop("key_lr", False)
-    config = config or config_for(row, mode, SIZES[dtype], power_of_two(D), power_of_two(rank), key_lr)
+    config = config or config_for(row, mode, SIZES[dtype], D, power_of_two(rank), key_lr)
     way = Plan(mode, 1 if mode == "prefill" else HEADS_PER_GROUP, 1 if mode == "prefill" else 8, config)
     split = kinds.pop("split", leaves_parts(way, row, SIZES[dtype], rank))
     statics = constants(

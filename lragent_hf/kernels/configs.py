@@ -39,9 +39,7 @@ class Architecture:
     name: str
     shared_memory: int
     float32_units: bool
-    table: dict[
-        tuple[str, int, int, int], Config
-    ]  # (mode, bytes an element, largest padded head_dim, largest padded rank)
+    table: dict[tuple[str, int, int, int], Config]  # (mode, bytes an element, largest head_dim, largest padded rank)
     resident: int = 2
     key_lr: Config = Config(64, 32, 8, 1)
 
@@ -59,6 +57,8 @@ _FLOAT32 = {
     **_rows("split", 4, Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
     **{(mode, 4, 64, 16): Config(16, 32, 4, 1) for mode in ("prefill", "decode", "split")},
     **{(mode, 4, 128, 64): Config(16, 32, 4, 1) for mode in ("decode", "split")},
+    ("prefill", 4, 96, 128): Config(32, 32, 8, 2),  # masked columns: loads into registers would cost too many
+    **{(mode, 4, 96, 128): Config(16, 32, 8, 2) for mode in ("decode", "split")},
 }
 
 ARCHITECTURES = {
@@ -136,10 +136,10 @@ ARCHITECTURES = {
 
 
 def config_for(
-    architecture: Architecture, mode: str, itemsize: int, padded_D: int, padded_R: int = 16, key_lr: bool = False
+    architecture: Architecture, mode: str, itemsize: int, D: int, padded_R: int = 16, key_lr: bool = False
 ) -> Config:
-    """The tightest row for a mode ("prefill", "decode" or "split"), bytes an element, and padded head_dim and rank."""
-    size = (itemsize, padded_D, padded_R)
+    """The tightest row for a mode ("prefill", "decode" or "split"), bytes an element, head_dim and padded rank."""
+    size = (itemsize, D, padded_R)
     fits = [
         key for key in architecture.table if key[0] == mode and all(a >= b for a, b in zip(key[1:], size, strict=True))
     ]

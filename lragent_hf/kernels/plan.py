@@ -53,7 +53,7 @@ def plan(
 
     The number of shares fills every processor with `architecture.resident` programs, as far as there are 256 keys a share.
     """
-    sizes = itemsize, power_of_two(D), power_of_two(rank)
+    sizes = itemsize, D, power_of_two(rank)
     group = heads // kv_heads
     rows = Lq * group
     mode = "decode" if rows <= _DECODE_ROWS else "split"
