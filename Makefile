@@ -17,7 +17,7 @@ endif
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS)
 # One torch thread a worker, so that the workers do not fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n logical --maxprocesses 4
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 EXAMPLES := $(VENV)/.stamp-examples

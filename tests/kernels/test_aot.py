@@ -27,10 +27,11 @@ def test_every_dtype_at_head_dim_128(arch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prefill", "decode", "split"])
 @pytest.mark.parametrize("arch", ARCHES)
-def test_every_mode_dtype_head_dim_and_rank(arch, tmp_path):
-    asked = ("--arch", arch, "--D", 64, 128, 256, "--rank", 8, 16, 64)
-    assert len(compile_all(*asked, tmp_path=tmp_path)) == 3 * 3 * 3 * 3
+def test_every_mode_dtype_head_dim_and_rank(arch, mode, tmp_path):
+    asked = ("--arch", arch, "--mode", mode, "--D", 64, 128, 256, "--rank", 8, 16, 64)
+    assert len(compile_all(*asked, tmp_path=tmp_path)) == 3 * 3 * 3
 
 
 @pytest.mark.parametrize("arch", ARCHES)
