@@ -1,12 +1,11 @@
-"""Where the library meets a model: hooks on the decoder and on each v_proj, and what they hand on.
+"""Where the library meets a model: hooks on the decoder, who is active, and when a forward begins and ends.
 
 A forward with one of our caches goes: decoder pre-hook (`ModelBinding.before`: who runs, is it allowed, what will be
 written) -> per layer: v_proj (tap and hook), `cache.update`, attention -> decoder post-hook (`after`: commit, or undo).
 Between forwards, and in forwards with any other cache, nothing is switched and nothing is tapped.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft import PeftMixedModel, PeftModel, PeftType
 from peft.tuners.lora.layer import LoraLayer
@@ -16,12 +15,11 @@ from transformers import PreTrainedModel
 from . import _compat
 from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, probes, read_agent, tuner_layers
 from .attention import interface
-from .attention.parts import Part
-from .dora import GainStore, check_order
+from .dora import check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
-from .tap import Tap
+from .layer import ATTRIBUTE, LayerBinding
 
-__all__ = ["LayerBinding", "ModelBinding", "Place", "Reading", "attach", "detach"]
+__all__ = ["ModelBinding", "attach", "detach"]
 
 # Architectures that read the mask, or V, themselves before they call the attention function.
 _OWN_SCORES = frozenset(("doge", "diffllama"))
@@ -31,88 +29,6 @@ _STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid")
 _TEXT = frozenset(
     ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep")
 )
-_ATTRIBUTE = "lragent_binding"  # on the decoder and on each attention module; lives and dies with the model
-
-
-Place = tuple[Hashable, tuple[int, int]]
-"""Where an adapter's LR lies: bank, and (first column, rank)."""
-
-
-class Reading(NamedTuple):
-    """What the attention function of one layer adds to ``value``: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D].
-
-    With DoRA the sum of ``value`` and LR B is multiplied by ``gain`` [Hkv, 1, D] before the constant is added.
-
-    ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.
-    ``parts``: where the cache lies in several, all of it; ``value`` and the K with it are then the last part's.
-    """
-
-    value: Tensor
-    v_lr: Tensor | None = None
-    b: Tensor | None = None
-    bias: Tensor | None = None
-    gain: Tensor | None = None
-    parts: Sequence[Part] = ()
-
-
-class LayerBinding:
-    """One attention layer: its modules, and during a forward what passes between v_proj, storage and attention.
-
-    Attributes:
-        index, name: layer index and full name of the attention module; ``position``: its place among these layers.
-        v_proj: the projection as PEFT left it, a LoRA layer or a plain one.
-        v_out: v_proj's output of this forward, to see that nothing transforms it on the way into the cache.
-        lr_rows: bank -> (first position, LR rows) that v_proj's hook computed and `update` stores.
-        places: where the LR of the agent's adapters lies.
-        reading: what `update` leaves for the attention function, which takes it.
-        tap, gains: what stands in for its adapters' variants; the gains of those that are DoRA.
-    """
-
-    def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
-        self.owner, self.position, self.index, self.name, self.attention = owner, position, index, name, attention
-        self.tap, self.gains = Tap(), GainStore()
-        self.v_proj: nn.Module | None = None
-        self._handle: Any = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what belongs to one forward."""
-        self.v_out: Tensor | None = None
-        self.v_version = -1
-        self.lr_rows: dict[Hashable, tuple[int, Tensor]] = {}
-        self.places: list[Place] = []
-        self.reading: Reading | None = None
-        self.tap.passed = 0
-
-    @property
-    def k_proj(self) -> nn.Module | None:
-        return getattr(self.attention, "k_proj", None)
-
-    def resolve(self) -> bool:
-        """Hook v_proj as it is now (loading an adapter can replace the module). Returns whether it had changed."""
-        v_proj: nn.Module = self.attention.v_proj  # type: ignore[assignment]
-        if v_proj is self.v_proj:
-            return False
-        if self._handle is not None:
-            self._handle.remove()
-        self.v_proj = v_proj
-        self._handle = v_proj.register_forward_hook(self._project, with_kwargs=True)
-        return True
-
-    def detach(self) -> None:
-        """Remove hook, taps and the mark on the module."""
-        self.tap.remove()
-        if self._handle is not None:
-            self._handle.remove()
-        self.attention.__dict__.pop(_ATTRIBUTE, None)
-
-    def _project(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor | None:
-        forward = self.owner.forward
-        if forward is None or not forward.splits:
-            return None
-        return forward.project(self, args[0], output)
 
 
 class ModelBinding:
@@ -140,7 +56,7 @@ class ModelBinding:
                     continue
                 layer = LayerBinding(self, len(self.layers), module.layer_idx, name, module)
                 self.layers[layer.index] = layer
-                module.__dict__[_ATTRIBUTE] = layer
+                module.__dict__[ATTRIBUTE] = layer
         self.forward: Any = None
         self._probe: tuple[nn.Module, str, nn.Module] | None = None
         self._switched: list[tuple[Any, str | None]] = []
@@ -153,7 +69,7 @@ class ModelBinding:
                 outer.register_forward_pre_hook(self.enter, with_kwargs=True),
                 outer.register_forward_hook(self.leave, always_call=True),
             ]
-        decoder.__dict__[_ATTRIBUTE] = self
+        decoder.__dict__[ATTRIBUTE] = self
         for layer in self.layers.values():
             layer.resolve()
 
@@ -323,7 +239,7 @@ class ModelBinding:
             handle.remove()
         for layer in self.layers.values():
             layer.detach()
-        self.decoder.__dict__.pop(_ATTRIBUTE, None)
+        self.decoder.__dict__.pop(ATTRIBUTE, None)
 
 
 def attach(model: nn.Module) -> ModelBinding:
@@ -337,7 +253,7 @@ def attach(model: nn.Module) -> ModelBinding:
         UnsupportedAdapterError: prompt learning or X-LoRA, which change what a position is.
     """
     decoder = _decoder(model)
-    binding = decoder.__dict__.get(_ATTRIBUTE)
+    binding = decoder.__dict__.get(ATTRIBUTE)
     if binding is not None:
         return binding
     outer = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -346,7 +262,7 @@ def attach(model: nn.Module) -> ModelBinding:
 
 def detach(model: nn.Module) -> None:
     """Take the library off a model: no hook and no variant is left. Caches made for it raise from then on."""
-    binding = _decoder(model).__dict__.get(_ATTRIBUTE)
+    binding = _decoder(model).__dict__.get(ATTRIBUTE)
     if binding is not None:
         binding.detach()
 

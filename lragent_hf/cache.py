@@ -14,6 +14,7 @@ from transformers import Cache
 from .adapters import Agent, agent_label
 from .attention import BACKENDS
 from .binding import ModelBinding, attach
+from .buffer import GrowableBuffer
 from .checkpoint import read_cache, read_manifest, write_cache
 from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError, UnsupportedModelError
 from .forward import Forward
@@ -21,7 +22,7 @@ from .ledger import Ledger
 from .memory import MemoryReport, memory_report
 from .roster import Roster
 from .schemes import Scheme, resolve_scheme
-from .storage import GrowableBuffer, SharedLayer
+from .storage import SharedLayer
 from .trajectory import Step, Trajectory
 
 __all__ = ["LoRASharedCache"]

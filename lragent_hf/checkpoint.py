@@ -3,8 +3,9 @@
     <dir>/manifest.json       scheme, agents, lengths, digests of the base's v_proj and of every adapter's A
     <dir>/cache.safetensors   K, V and LR of each layer up to the length in use, the token record, the stacked A's
 
-Written into a folder beside the target, flushed, and renamed: at any moment there is the old cache or the new one. Read
-only if every byte is the one that was written and model and adapters are those it was written with.
+Written into a folder beside the target, flushed, and renamed, so that no half of a cache is ever in its place. An older
+cache there is renamed first: a crash between the two renames leaves both beside it, under hidden names, and reading says
+where. Read only if every byte is the one that was written and model and adapters are those it was written with.
 """
 
 import hashlib
@@ -23,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .banks import LRBank
+from .buffer import GrowableBuffer
 from .errors import CacheFileError
 from .fingerprint import adapter_digests, base_weight, check_fits, model_facts
-from .storage import GrowableBuffer
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
@@ -69,7 +70,9 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         manifest: dict[str, Any] = outer["manifest"]
         whole = outer["sha256"] == _json_digest(manifest)
     except FileNotFoundError:
-        raise CacheFileError(f"{Path(path)} holds no saved cache: there is no {_MANIFEST} in it.") from None
+        left = sorted(str(one.parent) for one in file.parent.parent.glob(f".{file.parent.name}.*/{_MANIFEST}"))
+        hint = f" Saving was interrupted; rename one of {left} to it." if left else ""
+        raise CacheFileError(f"{file.parent} holds no saved cache: there is no {_MANIFEST} in it.{hint}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFileError(f"{file} is damaged ({error}). Save the cache again.") from error
     if not whole:
@@ -256,13 +259,16 @@ def _exchange(made: Path, target: Path) -> None:
     """Put ``made`` in the place of ``target``, which may be an older saved cache."""
     if target.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        os.rename(target, old)  # over an empty folder
         try:
-            os.rename(made, target)
-        except OSError:
-            os.rename(old, target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)  # over an empty folder
+            try:
+                os.rename(made, target)
+            except OSError:
+                os.rename(old, target)
+                raise
+        finally:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(made, target)
     _flush(target.parent)

@@ -12,10 +12,11 @@ from .adapters import agent_label, fold_b
 from .attention.interface import forbid_backward
 from .attention.parts import Part
 from .banks import LRBank
-from .binding import LayerBinding, Place, Reading
+from .buffer import GrowableBuffer
 from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
+from .layer import LayerBinding, Place, Reading
 from .ledger import Plan
-from .storage import GrowableBuffer, SharedLayer
+from .storage import SharedLayer
 from .trajectory import Step
 
 if TYPE_CHECKING:

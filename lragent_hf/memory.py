@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .adapters import agent_label
-from .storage import GrowableBuffer
+from .buffer import GrowableBuffer
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .adapters import Agent, agent_label
+from .buffer import GrowableBuffer
 from .errors import CacheModelMismatchError, TrajectoryMismatchError
-from .storage import GrowableBuffer
 
 __all__ = ["Step", "Trajectory"]
 

@@ -9,6 +9,14 @@ import torch
 # Before anything imports triton: without a GPU, kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tiny import SCHEMES
+
+
+@pytest.fixture(params=SCHEMES)
+def scheme(request: pytest.FixtureRequest) -> str:
+    """Every scheme in turn."""
+    return str(request.param)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

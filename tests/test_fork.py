@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny import SCHEMES, WITH_WINDOW, assert_close, assert_same_state, config, peft_model, run, snapshot, tokens, write
+from tiny import (
+    SCHEMES,
+    WITH_WINDOW,
+    assert_close,
+    assert_same_state,
+    config,
+    peft_model,
+    run,
+    snapshot,
+    tokens,
+    turn,
+    write,
+)
 from torch import Tensor
 from transformers import LlamaConfig
 
 from lragent_hf import CACHE_ARG, LoRASharedCache
-from lragent_hf.storage import GrowableBuffer
+from lragent_hf.buffer import GrowableBuffer
 
 IDS = tokens(80)
 
@@ -20,16 +32,6 @@ IDS = tokens(80)
 @pytest.fixture(scope="module")
 def model() -> PeftModel:
     return peft_model(shared=True)
-
-
-@pytest.fixture(params=SCHEMES)
-def scheme(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def turn(model: PeftModel, cache: Any, agent: str, ids: Tensor) -> Tensor:
-    model.set_adapter(agent)
-    return run(model, cache, ids)
 
 
 def storages(*caches: LoRASharedCache) -> int:

@@ -15,7 +15,6 @@ from peft import LoraConfig, PeftModel
 from peft.utils import save_and_load
 from tiny import (
     AGENTS,
-    SCHEMES,
     VOCAB,
     WITH_WINDOW,
     active,
@@ -74,11 +73,6 @@ def take_turns(model: Any, cache: LoRASharedCache, ids: Tensor, **options: Any) 
         model.set_adapter(name)
         ids = write(model, observe(ids, 5, turn), 3, cache, **options)
     return ids
-
-
-@pytest.fixture(params=SCHEMES)
-def scheme(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -702,7 +696,7 @@ def test_inference_mode_and_generate_mix(
     scheme: str, spare: int, created: bool, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are born, written and made larger in either mode."""
-    monkeypatch.setattr("lragent_hf.storage._SPARE", spare)
+    monkeypatch.setattr("lragent_hf.buffer._SPARE", spare)
     model = agents_for(scheme)
     with torch.inference_mode(created):
         cache = LoRASharedCache(model, scheme)

@@ -10,8 +10,8 @@ from peft import PeftModel
 from tiny import AGENTS, SCHEMES, SPLITTING, active, assert_same_state, config, peft_model, run, snapshot, tokens, write
 from torch import Tensor
 
-from lragent_hf import LoRASharedCache, storage
-from lragent_hf.storage import GrowableBuffer
+from lragent_hf import LoRASharedCache
+from lragent_hf.buffer import _SPARE, GrowableBuffer
 
 IDS = tokens(60)
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 8
@@ -249,7 +249,7 @@ def test_appending_seldom_reallocates(dim: int) -> None:
     buffer = GrowableBuffer(dim)
     shape = (1, 2, 1, 4) if dim == 2 else (1, 1, 4)
     allocations, kept, copied = set(), [], 0
-    spare = storage._SPARE
+    spare = _SPARE
     for index in range(2000):
         before = buffer.data
         buffer.write(index, torch.full(shape, float(index)))

@@ -21,8 +21,8 @@ from tiny import (
     run,
     snapshot,
     tokens,
+    turn,
 )
-from torch import Tensor
 from transformers import Phi3Config
 
 from lragent_hf import CACHE_ARG, LoRASharedCache, attach, checkpoint
@@ -34,19 +34,6 @@ IDS = tokens(60)
 @pytest.fixture(scope="module")
 def model() -> PeftModel:
     return peft_model(shared=True)
-
-
-@pytest.fixture(params=SCHEMES)
-def scheme(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def turn(model: PeftModel, cache: Any, agent: str | None, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    if agent is None:
-        with model.disable_adapter():
-            return run(model, cache, ids, mask)
-    model.set_adapter(agent)
-    return run(model, cache, ids, mask)
 
 
 def saved(model: PeftModel, scheme: str, path: Path, **options: Any) -> LoRASharedCache:
@@ -186,6 +173,36 @@ def test_a_missing_file_or_folder_is_refused(model: PeftModel, tmp_path: Path) -
     (tmp_path / "cache" / "cache.safetensors").unlink()
     with pytest.raises(CacheFileError, match="cannot be read"):
         LoRASharedCache.load(model, tmp_path / "cache")
+
+
+def test_a_crash_between_the_renames_loses_nothing(model: PeftModel, tmp_path: Path) -> None:
+    cache = saved(model, "base_lr_stacked", tmp_path / "cache")
+    os.rename(tmp_path / "cache", tmp_path / ".cache.old.x")
+    with pytest.raises(CacheFileError, match=r"interrupted; rename one of .*\.cache\.old\.x"):
+        LoRASharedCache.load(model, tmp_path / "cache")
+    os.rename(tmp_path / ".cache.old.x", tmp_path / "cache")
+    assert_same_state(snapshot(LoRASharedCache.load(model, tmp_path / "cache")), snapshot(cache))
+
+
+@pytest.mark.parametrize("broken", [1, 2], ids=["the old one away", "the new one in"])
+def test_a_rename_that_fails_leaves_the_old_cache(
+    model: PeftModel, broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = saved(model, "base_lr_stacked", tmp_path / "cache")
+    before, rename, calls = snapshot(cache), os.rename, []
+
+    def sometimes(source: Any, target: Any) -> None:
+        calls.append(source)
+        if len(calls) == broken:
+            raise OSError("no permission")
+        rename(source, target)
+
+    turn(model, cache, "plan", IDS[:, :50])
+    monkeypatch.setattr(os, "rename", sometimes)
+    with pytest.raises(OSError, match="no permission"):
+        cache.save(tmp_path / "cache")
+    assert os.listdir(tmp_path) == ["cache"]
+    assert_same_state(snapshot(LoRASharedCache.load(model, tmp_path / "cache")), before)
 
 
 def test_another_format_is_refused(model: PeftModel, tmp_path: Path) -> None:

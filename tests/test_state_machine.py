@@ -16,7 +16,7 @@ from oracle import Agent, NaiveRun, activate, assert_close_to_oracle, exact_twin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lragent_hf import CACHE_ARG, LoRASharedCache, storage
+from lragent_hf import CACHE_ARG, LoRASharedCache, buffer
 from lragent_hf.ledger import Ledger
 
 SCHEMES = ("non_shared", "full_shared", "base_shared", "base_lr_shared", "base_lr_stacked")
@@ -72,7 +72,7 @@ class Turns(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
     )
     def start(self, rows: int, pads: int, window: int, shared_a: bool, late: bool, seed: int) -> None:
-        self.spare, storage._SPARE = storage._SPARE, 2  # buffers grow all the time
+        self.spare, buffer._SPARE = buffer._SPARE, 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
         window = window if self.scheme in WINDOWED else 0
         self.ours, eager, exact = models(shared_a)
@@ -85,7 +85,7 @@ class Turns(RuleBasedStateMachine):
         self.empty()
 
     def teardown(self) -> None:
-        storage._SPARE = getattr(self, "spare", storage._SPARE)
+        buffer._SPARE = getattr(self, "spare", buffer._SPARE)
         for branch in getattr(self, "branches", []):  # what is left of the others is still what it was
             self.switch_to(branch)
             if self.ids.shape[1]:

@@ -134,6 +134,11 @@ def run(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None = None, *
         return model(input_ids=ids[:, past:], attention_mask=mask, **{CACHE_ARG: cache}, **kwargs).logits
 
 
+def turn(model: PeftModel, cache: Any, agent: str | None, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`run` as that agent (``None``: adapters off)."""
+    return active(model, agent, lambda: run(model, cache, ids, mask))  # type: ignore[no-any-return]
+
+
 def write(model: nn.Module, ids: Tensor, count: int, cache: Any = None, **options: Any) -> Tensor:
     """``generate`` without surprises: greedy, ``count`` tokens, with the cache if there is one."""
     if cache is not None:

@@ -94,9 +94,13 @@ def blockwise_attention(
             values = values.unflatten(0, (batch, kv_heads))
             out, lse = fused_attention(q, k, values, scale, causal, key_padding_mask)
         else:
-            run = _decode if Lq == 1 and Lk else _blocks
             keys = k.flatten(0, 1).transpose(1, 2)  # [B*Hkv, D, Lk]
-            out, lse = run(q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad)
+            if Lq == 1 and Lk:
+                out, lse = _decode(q, keys, values, v_lr, b, scale, key_padding_mask, softcap, return_lse, grad)
+            else:
+                out, lse = _blocks(
+                    q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad
+                )
 
     if key_padding_mask is not None:
         blind = _blind(key_padding_mask, Lq, Lk, causal, window)[:, None]  # [B, 1, Lq]
@@ -115,8 +119,6 @@ def _decode(
     v_lr: Tensor | None,
     b: Tensor | None,
     scale: float,
-    causal: bool,
-    window: int | None,
     key_padding_mask: Tensor | None,
     softcap: float | None,
     return_lse: bool,

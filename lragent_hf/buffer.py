@@ -1,0 +1,204 @@
+"""Tensors that grow in place and can share a prefix."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GrowableBuffer"]
+
+_SPARE = 256  # positions of spare room at least: growing a short buffer often costs more than the room
+_FORK_SPARE = 16  # the same for the tail of a fork, of which there may be many
+_MAX_PIECES = 8  # of a prefix: each is a pass of attention of its own
+
+
+class Frozen:
+    """Rows that several buffers read and none writes. Whoever lent them looks whether anyone still holds them."""
+
+    __slots__ = ("__weakref__", "origin", "rows")
+
+    def __init__(self, rows: Tensor, origin: "Frozen | None" = None):
+        self.rows, self.origin = rows, origin
+
+
+class GrowableBuffer:
+    """A tensor with room to spare along ``dim``, written in place: appending never copies what is there.
+
+    It does not know how much of it is valid: lengths live once, in the cache. Growing adds an eighth (or ``_SPARE``), so
+    a token is copied eight times on average however long the buffer, and long buffers reserve 12.5 % at most.
+
+    A fork begins as a frozen prefix, read from its origin's storage, and writes into a tail of its own. Writing below the
+    end of the prefix, or below what was lent to a fork, first copies what lies from there on; what is before stays shared.
+
+    Args:
+        dim: the dimension of positions: 2 for K and V [B, H, L, D], 1 for LR [B, L, R] and for the token record [B, L].
+        least: the smallest capacity to allocate.
+        device: where to keep the tensor, or ``None``: where the rows come from.
+
+    Attributes:
+        data: the tail; position p lies at p - ``start``.
+        prefix, start: frozen pieces that hold positions 0 to ``start``.
+    """
+
+    __slots__ = ("_lent", "data", "device", "dim", "least", "prefix", "start")
+
+    def __init__(self, dim: int, least: int = 0, device: torch.device | None = None):
+        self.dim, self.least, self.device = dim, least, device
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of all storage."""
+        self.data: Tensor | None = None
+        self.prefix: tuple[Frozen, ...] = ()
+        self.start = 0
+        self._lent: list[weakref.ref[Frozen]] = []
+
+    @property
+    def capacity(self) -> int:
+        """Positions there is room for."""
+        return self.start + (0 if self.data is None else self.data.shape[self.dim])
+
+    @property
+    def frozen(self) -> int:
+        """Positions below this are shared with forks, so they are not written in place."""
+        if not self._lent:
+            return self.start
+        held = [piece for ref in self._lent if (piece := ref()) is not None]
+        self._lent = [weakref.ref(piece) for piece in held]
+        return self.start + max((piece.rows.shape[self.dim] for piece in held), default=0)
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Put ``rows`` at positions ``start`` and after. Positions below ``start`` are kept, whatever happens."""
+        if start < self.frozen:
+            self._part(start, keep_rest=True)
+        count = rows.shape[self.dim]
+        if start + count > self.capacity:
+            if self.frozen > self.start:
+                self._part(self.frozen, keep_rest=True)  # what is lent is shared, not copied to grow
+            self._grow(rows, start - self.start, start + count - self.start)
+        self.data.narrow(self.dim, start - self.start, count).copy_(rows.detach())  # type: ignore[union-attr]
+
+    def read(self, stop: int, start: int = 0) -> Tensor:
+        """Positions ``start`` to ``stop``: a view, or a copy where they lie in several pieces."""
+        pieces = self.pieces(stop, start)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def pieces(self, stop: int, start: int = 0) -> list[Tensor]:
+        """Views that together are positions ``start`` to ``stop``."""
+        if not self.prefix:
+            if self.data is None:
+                raise IndexError(f"positions {start} to {stop} were asked of a buffer that holds none")
+            return [self.data.narrow(self.dim, start, stop - start)]
+        found, first = [], 0
+        for rows in self._all_rows():
+            last = first + rows.shape[self.dim]
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                found.append(rows.narrow(self.dim, low - first, high - low))
+            first = last
+        return found or [next(self._all_rows()).narrow(self.dim, 0, 0)]
+
+    def ends(self) -> list[int]:
+        """Positions at which a piece of the prefix ends."""
+        ends: list[int] = []
+        for piece in self.prefix:
+            ends.append(piece.rows.shape[self.dim] + (ends[-1] if ends else 0))
+        return ends
+
+    def truncate(self, length: int) -> None:
+        """Positions from ``length`` on are not needed any more: what is shared with forks is let go of."""
+        if length < self.frozen:
+            self._part(length, keep_rest=False)
+
+    def fork(self, length: int) -> "GrowableBuffer":
+        """A buffer that reads the first ``length`` positions from this one's storage, and writes into its own."""
+        new = GrowableBuffer(self.dim, device=self.device)
+        new.prefix = self._pieces_below(length)
+        if length > self.start:
+            self._lent.append(weakref.ref(new.prefix[-1]))
+        new.start = length
+        if len(new.prefix) > _MAX_PIECES:
+            new._part(new.ends()[_MAX_PIECES // 2 - 1], keep_rest=True)
+        return new
+
+    def select(self, rows: Tensor) -> None:
+        """Keep batch rows ``rows`` (an index, repetitions allowed), in that order."""
+        if self.capacity:
+            whole = self.read(self.capacity)
+            self.clear()
+            self._replace(lambda: whole.index_select(0, rows.to(whole.device)))
+
+    def state(self) -> tuple[Any, ...]:
+        """What `restore` needs to undo a `select`, which leaves the old tensors untouched."""
+        return self.data, self.prefix, self.start, self._lent
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Be again what `state` was asked of."""
+        self.data, self.prefix, self.start, self._lent = state
+
+    def move(self, device: torch.device) -> None:
+        """Keep the tensor on ``device`` from now on. What is shared with forks moves as a copy."""
+        self.device = device
+        if any(rows.device != device for rows in self._all_rows()):
+            whole = self.read(self.capacity)
+            self.clear()
+            self._replace(lambda: whole.to(device))
+
+    def nbytes(self, length: int) -> int:
+        """Bytes that ``length`` positions take."""
+        rows = next(self._all_rows(), None)
+        if rows is None or not rows.shape[self.dim]:
+            return 0
+        return rows.numel() // rows.shape[self.dim] * length * rows.element_size()
+
+    def copy(self) -> "GrowableBuffer":
+        """An independent copy. What is frozen stays so and is shared; the tail's storage is copied."""
+        new = GrowableBuffer(self.dim, self.least, self.device)
+        new.prefix, new.start = self.prefix, self.start
+        if (data := self.data) is not None:
+            new._replace(data.clone)
+        return new
+
+    def _all_rows(self) -> Iterator[Tensor]:
+        yield from (piece.rows for piece in self.prefix)
+        if self.data is not None:
+            yield self.data
+
+    def _pieces_below(self, length: int) -> tuple[Frozen, ...]:
+        """Positions 0 to ``length`` as frozen pieces."""
+        below, first = [], 0
+        for piece in self.prefix:
+            rows = piece.rows.shape[self.dim]
+            if first < length:
+                fits = rows <= length - first
+                below.append(piece if fits else Frozen(piece.rows.narrow(self.dim, 0, length - first), piece))
+            first += rows
+        if length > self.start:
+            below.append(Frozen(self.data.narrow(self.dim, 0, length - self.start)))  # type: ignore[union-attr]
+        return tuple(below)
+
+    def _part(self, position: int, keep_rest: bool) -> None:
+        """Positions below ``position`` become the prefix; those after it (a copy) the tail, or nothing."""
+        rest = self.pieces(self.capacity, position) if keep_rest and position < self.capacity else None
+        prefix = self._pieces_below(position)
+        self.clear()
+        self.prefix, self.start = prefix, position
+        if rest is not None:
+            self._replace(lambda: torch.cat(rest, self.dim))
+
+    def _grow(self, like: Tensor, kept: int, needed: int) -> None:
+        shape = list(like.shape)
+        spare = _FORK_SPARE if self.prefix else _SPARE
+        shape[self.dim] = max(needed + max(spare, needed // 8), self.least)
+        # A buffer born in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            data = torch.empty(shape, dtype=like.dtype, device=self.device or like.device)
+        if self.data is not None and kept:
+            data.narrow(self.dim, 0, kept).copy_(self.data.narrow(self.dim, 0, kept))
+        self.data = data
+
+    def _replace(self, make: Callable[[], Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.data = make()
