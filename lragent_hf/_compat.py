@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import LlamaModel
+from transformers import DynamicCache, LlamaModel
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "cache_argument",
     "set_attn_implementation",
     "sliding_window_of",
+    "sliding_windows",
     "takes_cache",
 ]
 
@@ -67,6 +68,11 @@ def sliding_window_of(mask_function: Any) -> int | bool | None:
     if base is not causal_mask_function or getattr(overlay, "__code__", None) is not _WINDOW_CODE:
         return False
     return int(_closure(overlay)["sliding_window"])
+
+
+def sliding_windows(config: Any) -> list[int | None]:
+    """The sliding (or chunk) window of each layer's stock cache, ``None`` where it keeps everything."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def _closure(function: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Reading PEFT: which agent is active, its B and scale, and which adapters cannot be split exactly."""
+"""Reading PEFT: the adapted layers, an adapter's A, B and scale, and which adapters cannot be split exactly."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -14,25 +13,12 @@ from .errors import UnsupportedAdapterError
 from .tap import Tap
 
 __all__ = [
-    "Agent",
-    "agent_label",
     "check_splittable",
-    "end_mixed_batch",
     "fold_b",
-    "is_mixed_batch",
     "lora_a",
     "probes",
-    "read_agent",
     "tuner_layers",
 ]
-
-Agent = tuple[str, ...]
-"""The adapters an agent runs with, sorted; ``()`` is the base model."""
-
-
-def agent_label(agent: Agent) -> str:
-    """How an agent is written for people: ``plan``, ``act+plan``, ``base model``."""
-    return "+".join(agent) or "base model"
 
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, BaseTunerLayer]]:
@@ -54,31 +40,6 @@ def probes(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for child, module in parent.named_children():
             if isinstance(module, AuxiliaryTrainingWrapper):
                 yield parent, child, module
-
-
-def read_agent(layer: Any) -> Agent:
-    """The agent this layer runs as now. Merged adapters take part whatever is active, unless adapters are disabled."""
-    if layer.disable_adapters:
-        return ()
-    names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
-    return (names[0],) if len(names) == 1 else tuple(sorted(names))
-
-
-def is_mixed_batch(layer: nn.Module) -> bool:
-    """Whether PEFT is about to run each row of the batch with an adapter of its own (``adapter_names=``)."""
-    return any(_names_adapters(hook) for hook in layer._forward_pre_hooks.values())
-
-
-def end_mixed_batch(root: nn.Module) -> None:
-    """Remove PEFT's ``adapter_names`` hooks, which it leaves behind when a forward under them raises."""
-    for module in root.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if _names_adapters(hook)]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _names_adapters(hook: Any) -> bool:
-    return "adapter_names" in (getattr(hook, "keywords", None) or ())
 
 
 def lora_a(layer: nn.Module, adapter: str) -> Tensor | None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .adapters import Agent, check_splittable, end_mixed_batch, is_mixed_batch, probes, read_agent, tuner_layers
+from .adapters import check_splittable, probes, tuner_layers
+from .agents import Agent, Mixed, end_mixed_batch, read_agent
 from .attention import interface
 from .dora import check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
@@ -87,12 +88,6 @@ class ModelBinding:
             self._probe = probe = next(probes(self.decoder), None)
         if probe is None:
             return ()
-        if is_mixed_batch(probe[2]):
-            end_mixed_batch(self.decoder)
-            raise UnsupportedAdapterError(
-                "adapter_names= (a different adapter per row) is not supported with a LoRASharedCache: run a batch per "
-                "adapter, each with its own cache."
-            )
         return read_agent(probe[2])
 
     def adapters(self) -> list[str]:
@@ -172,11 +167,15 @@ class ModelBinding:
                 if getattr(inputs["attention_mask"], "ndim", 0) != 2:
                     inputs["attention_mask"] = self.entered["attention_mask"]
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
-        self.forward = cache.begin(self, keep_attention=keep, **inputs)
+        try:
+            self.forward = cache.begin(self, keep_attention=keep, **inputs)
+        except Exception:
+            end_mixed_batch(decoder)
+            raise
         self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
-                layer.tap.place(layer.v_proj)
+                layer.tap.place(layer.v_proj, self.forward.plan.agent)
         if not self.forward.keep_attention:
             self._switch_attention()
 
@@ -194,6 +193,8 @@ class ModelBinding:
             layer.forget()
         if output is None:
             forward.undo()
+            if isinstance(forward.plan.agent, Mixed):
+                end_mixed_batch(decoder)
             return
         if unread is not None:
             forward.undo()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from .adapters import Agent, agent_label
+from .agents import Agent, Mixed, agent_label
 from .attention import BACKENDS
 from .binding import ModelBinding, attach
 from .buffer import GrowableBuffer
@@ -20,6 +20,7 @@ from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForward
 from .forward import Forward
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
+from .mixed import follow_rows, taken_over
 from .roster import Roster
 from .schemes import Scheme, resolve_scheme
 from .storage import SharedLayer
@@ -133,21 +134,28 @@ class LoRASharedCache(Cache):
         rows, count = inputs.shape[:2]
         replaced = binding.resolve()
         agent = binding.agent()
+        if isinstance(agent, Mixed) and len(agent.rows) != rows:
+            raise ValueError(
+                f"adapter_names gives adapters to {len(agent.rows)} rows and the forward brings {rows}. PEFT repeats names "
+                "for num_beams alone: for num_return_sequences repeat prompts and names yourself."
+            )
         if replaced or count > 1 or agent != self.ledger.last:
             self._check_agent(agent)
         roster = self.roster.plan(binding, agent, not self.ledger.total)
         own = roster.own(agent)
         keys = [key for _, key in own]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        past = self.ledger.length(agent, keys)
+        start = taken_over(self, agent)
+        past = max(start, self.ledger.length(agent, keys))
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
         if roster is not self.roster:
             self.roster = roster
             self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in roster.banks}
         return Forward(
-            self, self.ledger.plan(agent, keys, count), step, conventions, own, self._keeps_attention(keep_attention)
-        )
+            self, self.ledger.plan(agent, keys, count, start), step, conventions, own, start,
+            self._keeps_attention(keep_attention),
+        )  # fmt: skip
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -185,7 +193,7 @@ class LoRASharedCache(Cache):
         if 0 < layer_idx < len(self.layers) and not self.layers[layer_idx].is_initialized:
             return 0
         agent = self.binding.agent()
-        return self.ledger.length(agent, self._own_keys(agent))
+        return max(self.ledger.length(agent, self.own_keys(agent)), taken_over(self, agent))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(key positions, offset of the first) for a mask over ``query_length`` more tokens."""
@@ -208,7 +216,7 @@ class LoRASharedCache(Cache):
         if tokens_to_remove == 0 or not self.ledger.total:
             return
         agent = self.binding.agent()
-        self.ledger.crop(agent, self._own_keys(agent), -tokens_to_remove)
+        self.ledger.crop(agent, self.own_keys(agent), -tokens_to_remove)
         self._after_cut()
 
     def align(self, input_ids: Tensor) -> int:
@@ -352,7 +360,7 @@ class LoRASharedCache(Cache):
     @property
     def agents(self) -> dict[str, int]:
         """Tokens in the cache for each agent that has taken a turn, in order of first appearance."""
-        return {agent_label(agent): self.ledger.length(agent, self._own_keys(agent)) for agent in self.ledger.turns}
+        return {agent_label(agent): self.ledger.length(agent, self.own_keys(agent)) for agent in self.ledger.turns}
 
     @property
     def batch_size(self) -> int:
@@ -414,7 +422,8 @@ class LoRASharedCache(Cache):
                 for key in [key for key in group if key is not None and not lengths.get(key, 0)]:
                     del group[key]
 
-    def _own_keys(self, agent: Agent) -> list[Hashable]:
+    def own_keys(self, agent: Agent) -> list[Hashable]:
+        """The banks in which an agent's LR lies."""
         if not self.ledger.total or not self.scheme.splits_values:
             return []
         return [key for _, key in self.roster.plan(self.binding, agent, empty=False).own(agent)]
@@ -459,4 +468,5 @@ class LoRASharedCache(Cache):
             raise IndexError(f"rows {rows.tolist()} were asked of a cache with {self.trajectory.rows}")
         for buffer in self.buffers():
             buffer.select(rows % self.trajectory.rows)
+        follow_rows(self, (rows % self.trajectory.rows).tolist())
         self.trajectory.rows = rows.numel()

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .agents import Mixed
 from .banks import LRBank
 from .buffer import GrowableBuffer
 from .errors import CacheFileError
@@ -135,7 +136,6 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
     from . import __version__
 
     ledger, record = cache.ledger, cache.trajectory
-    turns = list(ledger.turns)
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -147,27 +147,29 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
         "adapters": adapter_digests(cache),
         "ledger": {
             "total": ledger.total,
-            "turns": turns,
-            "last": ledger.last,
-            "streams": list(ledger.streams.items()),
-            "lr": list(ledger.lr.items()),
-            "writers": _runs(ledger.writers),
-            "progress": ledger.progress,
+            "turns": [_raw(agent) for agent in ledger.turns],
+            "last": _raw(ledger.last),
+            "streams": [(_raw(agent), length) for agent, length in ledger.streams.items()],
+            "lr": [(_raw(bank), length) for bank, length in ledger.lr.items()],
+            "writers": [(_raw(agent), count) for agent, count in _runs(ledger.writers)],
+            "progress": None if ledger.progress is None else (_raw(ledger.progress[0]), ledger.progress[1]),
         },
         "record": {
             "rows": record.rows,
             "total": record.total,
             "has_pads": record.has_pads,
             "conventions": sorted(record.conventions),
-            "unknown_by": record.unknown_by,
+            "unknown_by": _raw(record.unknown_by),
             "unknown_from": record.unknown_from,
         },
         "banks": [
-            {"key": key, "align": bank.align, "columns": bank.columns, "layers": len(bank.stacks)}
+            {"key": _raw(key), "align": bank.align, "columns": bank.columns, "layers": len(bank.stacks)}
             for key, bank in cache.roster.banks.items()
         ],
         "bank_of": list(cache.roster.bank_of.items()),
-        "layers": [{group: list(buffers) for group, buffers in layer.groups()} for layer in cache.layers],
+        "layers": [
+            {group: [_raw(key) for key in buffers] for group, buffers in layer.groups()} for layer in cache.layers
+        ],
     }
 
 
@@ -225,8 +227,15 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
                 buffers[key].write(0, rows.to(layer.device or place))
 
 
+def _raw(key: Any) -> Any:
+    """A stream, bank or agent for JSON."""
+    return {"rows": key.rows} if isinstance(key, Mixed) else key
+
+
 def _key(raw: Any) -> Any:
-    """A stream, bank or agent as JSON gives it back: agents are tuples."""
+    """What ``_raw`` was given, from what JSON made of it: agents are tuples."""
+    if isinstance(raw, dict):
+        return Mixed(map(tuple, raw["rows"]))
     return tuple(raw) if isinstance(raw, list) else raw
 
 

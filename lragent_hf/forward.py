@@ -1,6 +1,6 @@
 """One forward with a shared cache: what v_proj's hook computes, what `update` stores, and how it ends."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .adapters import agent_label, fold_b
+from .adapters import fold_b
+from .agents import Mixed, agent_label
 from .attention.interface import forbid_backward
 from .attention.parts import Part
 from .banks import LRBank
@@ -16,6 +17,7 @@ from .buffer import GrowableBuffer
 from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
 from .layer import LayerBinding, Place, Reading
 from .ledger import Plan
+from .mixed import take_over
 from .storage import SharedLayer
 from .trajectory import Step
 
@@ -33,6 +35,7 @@ class Forward:
         splits: whether v_proj gives X W0 alone and the adapter's part comes from the LR cache.
         keep_attention: the model's own attention function runs, on V put together in `update`.
         backend: of `flash_lora_attention`.
+        start: positions that a batch of rows with agents of their own takes over from these.
         fresh: adapters are looked at again, whatever torch says of their being the same.
     """
 
@@ -43,9 +46,11 @@ class Forward:
         step: Step,
         conventions: frozenset[str],
         own: list[tuple[str, Hashable]],
+        start: int,
         keep_attention: bool,
     ):
         self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
+        self.start = start
         self.splits = cache.scheme.splits_values
         self.keep_attention = keep_attention
         self.backend = cache.backend
@@ -56,15 +61,21 @@ class Forward:
         self._overwritten: list[tuple[GrowableBuffer, int, Tensor]] = []
         self._updated: set[int] = set()
         self._narrow: list[tuple[GrowableBuffer, Any]] = []
+        self._give_back: Callable[[], None] | None = None
 
     def open(self) -> None:
-        """Give a cache of one row as many as the forward brings: beam search expands its inputs, not the cache."""
+        """Give a cache of one row as many as the forward brings (beam search expands its inputs, not the cache).
+
+        Rows with agents of their own then take over what these have cached.
+        """
         record = self.cache.trajectory
         if record.rows is not None and self.step.rows != record.rows:
             self._narrow = [(buffer, buffer.state()) for buffer in self.cache.buffers()]
             for buffer, _ in self._narrow:
                 buffer.select(torch.zeros(self.step.rows, dtype=torch.long))
             record.rows = self.step.rows
+        if self.start and isinstance(self.plan.agent, Mixed):
+            self._give_back = take_over(self.cache, self.plan.agent, self.start)
 
     def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> Tensor | None:
         """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
@@ -151,6 +162,8 @@ class Forward:
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
+        if self._give_back is not None:
+            self._give_back()
         if self._narrow:
             for buffer, state in self._narrow:
                 buffer.restore(state)
@@ -203,12 +216,16 @@ class Forward:
             b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)
             if gain is not None:
                 b, bias = gain.undo(adapter, b), None if bias is None else gain.undo(adapter, bias)
+            if isinstance(self.plan.agent, Mixed):
+                rows = self.plan.agent.rows_of(adapter)
+                b = _on_rows(b, rows, self.step.rows)
+                bias = None if bias is None else _on_rows(bias, rows, self.step.rows)
             place = key, columns
             bs[place] = bs[place] + b if place in bs else b
             if bias is not None:
                 constant = bias if constant is None else constant + bias
         layer.places = list(bs)
-        whole = None if not bs else next(iter(bs.values())) if len(bs) == 1 else torch.cat(list(bs.values()), 1)
+        whole = None if not bs else next(iter(bs.values())) if len(bs) == 1 else torch.cat(list(bs.values()), -2)
         if gain is None:
             return whole, constant, None
         return whole, gain.constant(constant), gain.total
@@ -247,6 +264,13 @@ def _reconstruct(value: Tensor, reading: Reading) -> Tensor:
     if reading.bias is not None:
         value = value + reading.bias
     return value.to(dtype)
+
+
+def _on_rows(part: Tensor, rows: list[int], count: int) -> Tensor:
+    """``part`` on these of ``count`` batch rows, zeros on the others: a new first dimension."""
+    whole = part.new_zeros((count, *part.shape))
+    whole[rows] = part
+    return whole
 
 
 def _version(tensor: Tensor) -> int:

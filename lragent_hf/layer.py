@@ -24,6 +24,8 @@ Place = tuple[Hashable, tuple[int, int]]
 class Reading(NamedTuple):
     """What the attention function of one layer adds to ``value``: LR [B, L, R], B [Hkv, R, D], a constant [Hkv, 1, D].
 
+    Where each batch row runs adapters of its own, B and the constant have a first dimension for the rows.
+
     With DoRA the sum of ``value`` and LR B is multiplied by ``gain`` [Hkv, 1, D] before the constant is added.
 
     ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.

@@ -4,10 +4,11 @@ Lengths live here and nowhere else. A forward is planned, run, and committed; a 
 so nothing here changes.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from .adapters import Agent
+from .agents import Agent
 from .schemes import Scheme
 
 __all__ = ["Ledger", "Plan"]
@@ -78,9 +79,9 @@ class Ledger:
             return min(read, self.progress[1])
         return min(read, max(0, self.total - self.window))
 
-    def plan(self, agent: Agent, banks: Sequence[Hashable], count: int) -> Plan:
-        """The next forward of ``agent`` over ``count`` tokens."""
-        past = self.length(agent, banks)
+    def plan(self, agent: Agent, banks: Sequence[Hashable], count: int, start: int = 0) -> Plan:
+        """The next forward of ``agent`` over ``count`` tokens; it takes over ``start`` positions of its own K, V or LR."""
+        past = max(self.length(agent, banks), start)
         stop = past + count
         if self.scheme.kv == "per_agent":
             return Plan(agent, past, stop, past, {})
@@ -148,6 +149,22 @@ class Ledger:
         del self.writers[total:]
         self.progress = None
 
+    def rename(self, name: Callable[[Any], Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Call each agent ``name(agent)`` from now on. Of two that become one, the one that has read more counts.
+
+        Returns:
+            New name -> old one, of streams and of banks.
+        """
+        streams, banks = _sources(self.streams, name), _sources(self.lr, name)
+        self.streams = {new: self.streams[old] for new, old in streams.items()}
+        self.lr = {new: self.lr[old] for new, old in banks.items()}
+        self.writers = [name(writer) for writer in self.writers]
+        self.turns = dict.fromkeys(name(agent) for agent in self.turns)
+        self.last = None if self.last is None else name(self.last)
+        if self.progress is not None:
+            self.progress = name(self.progress[0]), self.progress[1]
+        return streams, banks
+
     def clear(self) -> None:
         """Forget everything but the scheme."""
         self.total, self.progress, self.last = 0, None, None
@@ -160,3 +177,12 @@ class Ledger:
             self.scheme, self.window, self.total, dict(self.streams), dict(self.lr), list(self.writers),
             self.progress, dict(self.turns), self.last,
         )  # fmt: skip
+
+
+def _sources(lengths: Mapping[Any, int], name: Callable[[Any], Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for old, length in lengths.items():
+        new = name(old)
+        if new not in found or length > lengths[found[new]]:
+            found[new] = old
+    return found

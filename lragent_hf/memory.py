@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .adapters import agent_label
+from ._compat import sliding_windows
+from .agents import agent_label
 from .buffer import GrowableBuffer
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class MemoryReport:
         scheme: its name.
         rows: K, V and LR, per owner.
         record_bytes: the token record (tokens and mask bits); not part of the sums.
+        beyond_window_bytes: of ``in_use_bytes``, positions that have left the sliding window of their layer. Agents that
+            lag, crops and forks still need them; a plain cache drops them.
         unshared_bytes: K and V of the whole trajectory, once per agent that has taken a turn (what a cache per agent
             takes as soon as each has read everything).
     """
@@ -48,6 +51,7 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
     record_bytes: int
     unshared_bytes: int
+    beyond_window_bytes: int = 0
 
     @property
     def in_use_bytes(self) -> int:
@@ -83,6 +87,8 @@ class MemoryReport:
 
     def _note(self) -> str:
         shared = f"shared with forks: {self.shared_bytes:,} bytes; " if self.shared_bytes else ""
+        if self.beyond_window_bytes:
+            shared += f"beyond sliding windows: {self.beyond_window_bytes:,} bytes; "
         return f"{shared}unshared: {self.unshared_bytes:,} bytes; token record: {self.record_bytes:,} bytes"
 
 
@@ -90,6 +96,8 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
     """Count the bytes of a cache. See ``MemoryReport``."""
     ledger, scheme = cache.ledger, cache.scheme
     sums: dict[tuple[str, str], list[int]] = {}
+    windows = sliding_windows(cache.binding.decoder.config)
+    beyond = 0
 
     def add(part: str, owner: str, tokens: int, buffer: GrowableBuffer) -> None:
         row = sums.setdefault((part, owner), [tokens, 0, 0, 0])
@@ -98,7 +106,13 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
 
     everyone = ", ".join(map(agent_label, ledger.turns)) or "all"
     per_token = 0
-    for layer in cache.layers:
+    for index, layer in enumerate(cache.layers):
+        window = windows[index] if index < len(windows) else None
+        if window is not None:  # a plain cache keeps one position less than the window: the query is the last one in it
+            lengths = (
+                (buffer, ledger.valid(name, key)) for name, group in layer.groups() for key, buffer in group.items()
+            )
+            beyond += sum(buffer.nbytes(max(0, length - window + 1)) for buffer, length in lengths)
         for part, name, group in (("K", "k", layer.k), ("V_base" if scheme.splits_values else "V", "v", layer.v)):
             for stream, buffer in group.items():
                 owner = everyone if stream is None else agent_label(stream)
@@ -106,12 +120,14 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
             if group:
                 per_token += next(iter(group.values())).nbytes(1)
         for key, buffer in layer.lr.items():
-            add("LR", ", ".join(cache.roster.banks[key].adapters), ledger.valid("lr", key), buffer)
+            owner = agent_label(key) if isinstance(key, tuple) else ", ".join(cache.roster.banks[key].adapters)
+            add("LR", owner, ledger.valid("lr", key), buffer)
     return MemoryReport(
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),
         record_bytes=sum(buffer.nbytes(cache.trajectory.total) for buffer in cache.trajectory.buffers()),
         unshared_bytes=per_token * ledger.total * len(ledger.turns),
+        beyond_window_bytes=beyond,
     )
 
 

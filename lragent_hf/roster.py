@@ -1,9 +1,10 @@
 """Who keeps LR where: the banks of one cache, and which of them each adapter reads."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from .adapters import Agent, lora_a
+from .adapters import lora_a
+from .agents import Agent
 from .banks import LRBank
 from .binding import ModelBinding
 from .errors import AdapterChangedError, SharedAMismatchError, UnsupportedAdapterError
@@ -103,6 +104,10 @@ class Roster:
                     f"{ledger.lr.get(key, 0)} cached positions were written with. Call cache.reset() and run the prompt "
                     "again, load the adapter under another name, or put the old weights back."
                 )
+
+    def rename(self, sources: Mapping[Hashable, Hashable]) -> None:
+        """Keep the banks that ``sources`` takes its new keys from."""
+        self.banks = {new: self.banks[old] for new, old in sources.items()}
 
     def clear(self) -> None:
         """Forget all banks."""

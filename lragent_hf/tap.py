@@ -5,6 +5,8 @@ from typing import Any
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 
+from .agents import Agent, is_mixed_batch
+
 __all__ = ["Tap"]
 
 
@@ -21,11 +23,11 @@ class Tap(LoraVariant):
         self.passed = 0
         self._layer: LoraLayer | None = None
 
-    def place(self, v_proj: nn.Module | None) -> None:
-        """Tap the adapters that ``v_proj`` is about to run."""
+    def place(self, v_proj: nn.Module | None, agent: Agent) -> None:
+        """Tap the adapters that ``v_proj`` is about to run as part of ``agent``."""
         if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:
             self._layer = v_proj
-            for adapter in v_proj.active_adapters:
+            for adapter in agent if is_mixed_batch(v_proj) else v_proj.active_adapters:
                 if adapter in v_proj.lora_A:
                     self.replaced[adapter] = v_proj.lora_variant.get(adapter)
                     v_proj.lora_variant[adapter] = self

@@ -1,11 +1,13 @@
 """The token record of a trajectory, and the check that what comes next continues it."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adapters import Agent, agent_label
+from .agents import Agent, agent_label
 from .buffer import GrowableBuffer
 from .errors import CacheModelMismatchError, TrajectoryMismatchError
 
@@ -73,6 +75,10 @@ class Trajectory:
         new = Trajectory()
         new.__dict__.update(self.__dict__, tokens=self.tokens.copy(), mask=self.mask.copy())
         return new
+
+    def rename(self, name: Callable[[Hashable], Any]) -> None:
+        """Call each agent ``name(agent)`` from now on."""
+        self.unknown_by = None if self.unknown_by is None else name(self.unknown_by)
 
     def truncate(self, total: int) -> None:
         """Cut the record to ``total`` positions."""

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from tiny import AGENTS, SCHEMES, SPLITTING, active, assert_same_state, config, peft_model, run, snapshot, tokens, write
 from torch import Tensor
+from transformers import DynamicCache
 
 from lragent_hf import LoRASharedCache
 from lragent_hf.buffer import _SPARE, GrowableBuffer
@@ -73,6 +74,26 @@ def test_bytes_in_use_are_exact(scheme: str, dtype: torch.dtype, rows: int) -> N
     assert report.scheme == scheme
     held = sum(buffer.data.nbytes for layer in cache.layers for buffer in layer.buffers())
     assert report.reserved_bytes == held >= report.in_use_bytes
+
+
+@pytest.mark.parametrize("scheme", ["full_shared", "non_shared", "base_shared"])
+def test_what_a_plain_cache_would_drop_from_sliding_windows_is_counted(scheme: str) -> None:
+    """Layers 0 and 2 slide; what is beyond their window is all that a stock cache of each agent does not hold."""
+    options = {"sliding_window": 8, "use_sliding_window": True}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = peft_model(config("qwen2", layer_types=kinds, **options), target_modules=["q_proj"])
+    cache, stock = LoRASharedCache(model, scheme), DynamicCache(config=model.config)
+    assert cache.memory_report().beyond_window_bytes == 0
+    run(model, cache, IDS[:, :7])
+    assert cache.memory_report().beyond_window_bytes == 0
+    for ids in (IDS[:, :20], IDS[:, :21]):
+        run(model, cache, ids)
+    run(model, stock, IDS[:, :21])
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+    report = cache.memory_report()
+    assert report.in_use_bytes - report.beyond_window_bytes == held
+    assert "beyond sliding windows" in str(report)
+    assert "beyond sliding windows" in report._repr_html_()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -209,23 +209,6 @@ def test_active_dropout_is_refused(scheme: str) -> None:
     assert_close(run(model, cache, IDS), model(IDS).logits[:, 10:])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_different_adapter_per_row_is_refused(scheme: str) -> None:
-    model = peft_model(shared=True)
-    cache, rows = LoRASharedCache(model, scheme), tokens(12, rows=2)
-    model.set_adapter("act")
-    run(model, cache, rows[:, :6])
-    for call in (
-        lambda: model(input_ids=rows[:, 6:], adapter_names=["plan", "act"], **{CACHE_ARG: cache}),
-        lambda: model.generate(input_ids=rows, max_new_tokens=2, adapter_names=["plan", "act"], **{CACHE_ARG: cache}),
-    ):
-        with torch.no_grad():
-            refused(cache, UnsupportedAdapterError, "adapter_names", "batch per adapter", by=call)
-    for index, name in enumerate(("plan", "act")):
-        model.set_adapter(name)
-        assert_alone(model, LoRASharedCache(model, scheme), rows[index : index + 1])
-
-
 # --- one A for all ----------------------------------------------------------------------------------------------------
 
 

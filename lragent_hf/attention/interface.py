@@ -141,7 +141,7 @@ def attention(
     if gain is not None:
         output = output * gain.repeat_interleave(groups, 0).transpose(0, 1)
     if bias is not None:
-        constant = bias.repeat_interleave(groups, 0).transpose(0, 1)
+        constant = bias.repeat_interleave(groups, -3).transpose(-3, -2)
         if attention_mask is not None:
             constant = constant * _attends(attention_mask, window, output.shape[1])
         output = output + constant

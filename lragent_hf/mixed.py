@@ -1,0 +1,119 @@
+"""Batch rows with agents of their own, where an agent keeps K, V or LR of its own.
+
+Such a batch is an agent of its own too. Row i reads what row i's agent reads: what that agent has cached of row i is
+copied when the batch first runs, and each goes its own way from there.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .agents import Agent, Mixed, agent_label, end_mixed_batch, select_rows
+from .buffer import GrowableBuffer
+from .errors import UnsupportedAdapterError
+
+if TYPE_CHECKING:
+    from .cache import LoRASharedCache
+    from .storage import SharedLayer
+
+__all__ = ["follow_rows", "take_over", "taken_over"]
+
+
+def taken_over(cache: "LoRASharedCache", agent: Agent) -> int:
+    """Positions that a mixed batch would take over from its rows' agents, if those are more than it has read itself.
+
+    Raises:
+        UnsupportedAdapterError: it has read nothing, and its rows' agents have read unequal lengths.
+    """
+    scheme, ledger = cache.scheme, cache.ledger
+    if not isinstance(agent, Mixed) or not ledger.total or "per_agent" not in (scheme.kv, scheme.lr):
+        return 0
+    own = ledger.read_by(agent, cache.own_keys(agent))
+    if own == ledger.total:
+        return 0
+    keys = {row: cache.own_keys(row) for row in dict.fromkeys(agent.rows)}
+    read = {row: ledger.read_by(row, keys[row]) for row in keys if keys[row] or scheme.kv == "per_agent"}
+    if len(set(read.values())) == 1:
+        return max(read.values()) if max(read.values()) > own else 0
+    if not own:
+        end_mixed_batch(cache.binding.decoder)
+        have = ", ".join(f"{agent_label(row)} {length:,}" for row, length in read.items())
+        raise UnsupportedAdapterError(
+            f"Rows with adapters of their own can run together under {scheme.name!r} if these have read equally far, but "
+            f"of {ledger.total:,} tokens have been read: {have}. Run the others on the whole batch first (set_adapter and "
+            "a forward over what they lack), or use a scheme whose hand-over costs nothing, as base_lr_stacked."
+        )
+    return 0
+
+
+def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[], None]:
+    """Give the batch the first ``start`` positions of what its rows' agents keep. Returns what undoes it."""
+    before: list[tuple[dict[Hashable, GrowableBuffer], GrowableBuffer | None]] = []
+    try:
+        for index, layer in enumerate(cache.layers):
+            for name, group in layer.groups():
+                rows = _lr_rows(cache, index, layer, agent, start) if name == "lr" else _kv_rows(group, agent, start)
+                if rows is not None:
+                    buffer = GrowableBuffer(1 if name == "lr" else 2, layer.reserve, layer.device)
+                    buffer.write(0, rows)
+                    before.append((group, group.get(agent)))
+                    group[agent] = buffer
+    except BaseException:
+        _put_back(before, agent)
+        raise
+    return lambda: _put_back(before, agent)
+
+
+def follow_rows(cache: "LoRASharedCache", rows: list[int]) -> None:
+    """The batch now consists of these of its rows: mixed agents become those of the rows that are left."""
+
+    def name(key: Hashable) -> Hashable:
+        return select_rows(key, rows) if isinstance(key, Mixed) else key
+
+    known = (*cache.ledger.turns, *cache.ledger.streams, *cache.ledger.lr)
+    if all(name(key) == key for key in known):
+        return
+    streams, banks = cache.ledger.rename(name)
+    cache.roster.rename(banks)
+    cache.trajectory.rename(name)
+    for layer in cache.layers:
+        for sources, group in ((streams, layer.k), (streams, layer.v), (banks, layer.lr)):
+            kept = {new: group[old] for new, old in sources.items() if old in group}
+            shared = {key: buffer for key, buffer in group.items() if key is None}
+            group.clear()
+            group.update(shared | kept)
+
+
+def _kv_rows(group: dict[Hashable, GrowableBuffer], agent: Mixed, start: int) -> Tensor | None:
+    """Row i of what row i's agent has of a layer's K or V, [B, Hkv, start, D]."""
+    found = {row: group[row].read(start) for row in dict.fromkeys(agent.rows) if row in group}
+    if len(found) < len(set(agent.rows)):
+        return None
+    return torch.stack([found[row][index] for index, row in enumerate(agent.rows)])
+
+
+def _lr_rows(cache: "LoRASharedCache", index: int, layer: "SharedLayer", agent: Mixed, start: int) -> Tensor | None:
+    """Row i of what row i's adapter has of a layer's LR [B, start, width], in its columns of the batch's bank."""
+    bank, binding = cache.roster.banks.get(agent), cache.binding.layers.get(index)
+    stack = None if bank is None or binding is None else bank.stacks[binding.position]
+    if bank is None or binding is None or stack is None:
+        return None
+    rows: Tensor | None = None
+    for adapter, (first, rank) in bank.columns[binding.position].items():
+        source = layer.lr[adapter,].read(start)
+        if rows is None:
+            rows = source.new_zeros((len(agent.rows), start, stack.shape[0]))
+        low = cache.roster.banks[adapter,].columns[binding.position][adapter][0]
+        mine = agent.rows_of(adapter)
+        rows[mine, :, first : first + rank] = source[mine, :, low : low + rank]
+    return rows
+
+
+def _put_back(before: list[tuple[dict[Hashable, GrowableBuffer], GrowableBuffer | None]], agent: Mixed) -> None:
+    for group, buffer in before:
+        if buffer is None:
+            group.pop(agent, None)
+        else:
+            group[agent] = buffer
