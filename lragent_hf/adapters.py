@@ -64,67 +64,75 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
     return folded, bias
 
 
-def check_splittable(name: str, v_proj: nn.Module, k_proj: nn.Module | None, adapters: Sequence[str]) -> None:
-    """Refuse, by name, what V = X W0 + (X A) B does not describe on this attention layer.
+def check_splittable(where: str, module: nn.Module | None, adapters: Sequence[str], key: bool = False) -> None:
+    """Refuse, by name, what X W0 + (X A) B does not describe on this projection.
 
     Args:
-        name: of the attention module, for the message.
-        v_proj, k_proj: its projections as PEFT left them.
+        where: its full name, for the message.
+        module: v_proj or k_proj as PEFT left it.
         adapters: the adapters asked about.
+        key: it is k_proj: what adapters add to keys is turned by the rotary embedding, so it must be X A B and no more.
 
     Raises:
         UnsupportedAdapterError: with the adapter, the layer, the reason and the way out.
     """
-    for child, module in (("v_proj", v_proj), ("k_proj", k_proj)):
-        where = f"{name}.{child}"
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA")
-        if not isinstance(module, BaseTunerLayer):
-            if any(isinstance(part, BaseTunerLayer) for part in (() if module is None else module.modules())):
-                raise _refused(where, f"adapters sit inside {type(module).__name__}, not on it", None)
-            continue
-        if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
-            raise _refused(where, "adapters of several kinds are stacked on it", "use LoRA adapters alone")
-        if not isinstance(module, LoraLayer):
-            if any(adapter in module._get_available_adapters() for adapter in adapters):
-                kind = f"{type(module).__module__}.{type(module).__name__}"
-                raise _refused(where, f"its adapter is a {kind}, not LoRA", "use LoRA adapters")
-            continue
-        if module.merged and not module.disable_adapters:
-            names = ", ".join(module.merged_adapters)
-            raise _refused(where, f"adapter {names} is merged into the base weight", "call unmerge_adapter() first")
-        for adapter in adapters:
-            if adapter not in module.lora_A:
-                continue
-            if child == "k_proj":
-                raise _refused(where, f"adapter {adapter!r} has LoRA on k_proj, and keys are stored whole", None)
-            _check_lora(where, module, adapter)
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA", key)
+    if not isinstance(module, BaseTunerLayer):
+        if any(isinstance(part, BaseTunerLayer) for part in (() if module is None else module.modules())):
+            raise _refused(where, f"adapters sit inside {type(module).__name__}, not on it", None, key)
+        return
+    if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
+        raise _refused(where, "adapters of several kinds are stacked on it", "use LoRA adapters alone", key)
+    if not isinstance(module, LoraLayer):
+        if any(adapter in module._get_available_adapters() for adapter in adapters):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise _refused(where, f"its adapter is a {kind}, not LoRA", "use LoRA adapters", key)
+        return
+    if module.merged and not module.disable_adapters:
+        names = ", ".join(module.merged_adapters)
+        raise _refused(where, f"adapter {names} is merged into the base weight", "call unmerge_adapter() first", key)
+    for adapter in adapters:
+        if adapter in module.lora_A:
+            _check_lora(where, module, adapter, key)
 
 
-def _check_lora(where: str, layer: LoraLayer, adapter: str) -> None:
+def _check_lora(where: str, layer: LoraLayer, adapter: str, key: bool) -> None:
     """Refuse an adapter that is not X A B, or not now."""
+    if why := _not_plain(layer, adapter, key):
+        raise _refused(where, *why, key)
+
+
+def _not_plain(layer: LoraLayer, adapter: str, key: bool) -> tuple[str, str | None] | None:
+    """Why an adapter is not X A B, or not now, and the way out."""
     variant = layer.lora_variant.get(adapter)
     if variant is not None and not isinstance(variant, Tap) and not is_dora(variant):
         kind = type(variant).__name__
-        raise _refused(where, f"adapter {adapter!r} is a variant of LoRA ({kind}), not X A B", None)
+        return f"adapter {adapter!r} is a variant of LoRA ({kind}), not X A B", None
+    if key and is_dora(variant):
+        return f"adapter {adapter!r} is DoRA, whose gain does not commute with the rotary embedding", None
     if isinstance(layer, ParamWrapper):
-        raise _refused(where, f"adapter {adapter!r} is of target_parameters, not X A B", "use target_modules")
+        return f"adapter {adapter!r} is of target_parameters, not X A B", "use target_modules"
     if not isinstance(layer.lora_A[adapter], nn.Linear) or not isinstance(layer.lora_B[adapter], nn.Linear):
-        raise _refused(where, f"adapter {adapter!r} is {type(layer).__name__}, not X A B", "use LoRA adapters")
+        return f"adapter {adapter!r} is {type(layer).__name__}, not X A B", "use LoRA adapters"
+    if key and layer.lora_B[adapter].bias is not None:
+        return f"adapter {adapter!r} has a lora_bias, which would turn with the position", None
     dropout = layer.lora_dropout[adapter]
     if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
-        raise _refused(where, f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first")
+        return f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first"
     device = layer.lora_A[adapter].weight.device
     base = next((weight.device for weight in layer.get_base_layer().parameters()), device)
     if device.type == "meta":
-        raise _refused(where, f"the weights of adapter {adapter!r} are not in memory (device meta)", "load them")
+        return f"the weights of adapter {adapter!r} are not in memory (device meta)", "load them"
     if device != base:
-        raise _refused(where, f"adapter {adapter!r} is on {device} and v_proj on {base}", "move one to the other")
+        return f"adapter {adapter!r} is on {device} and the projection on {base}", "move one to the other"
+    return None
 
 
-def _refused(where: str, reason: str, way_out: str | None) -> UnsupportedAdapterError:
+def _refused(where: str, reason: str, way_out: str | None, key: bool) -> UnsupportedAdapterError:
     way_out = f"{way_out}, or use" if way_out else "use"
+    whole = "key_lr=False, which shares keys whole, or " if key else ""
     return UnsupportedAdapterError(
-        f"Values cannot be split into base and LR at {where}: {reason}. "
-        f"To go on, {way_out} scheme='full_shared' (approximate) or 'non_shared' (exact), which store values whole."
+        f"{'Keys' if key else 'Values'} cannot be split into base and LR at {where}: {reason}. To go on, {way_out} {whole}"
+        "scheme='full_shared' (approximate) or 'non_shared' (exact), which store values whole."
     )

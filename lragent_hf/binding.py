@@ -19,6 +19,7 @@ from .attention import interface
 from .dora import check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 from .layer import ATTRIBUTE, LayerBinding
+from .site import Site
 
 __all__ = ["ModelBinding", "attach", "detach"]
 
@@ -72,12 +73,13 @@ class ModelBinding:
             ]
         decoder.__dict__[ATTRIBUTE] = self
         for layer in self.layers.values():
-            layer.resolve()
+            layer.k.position += len(self.layers)  # in a bank's lists those on k_proj follow those on v_proj
+        self.resolve()
 
-    @property
-    def v_projs(self) -> list[nn.Module]:
-        """v_proj of each layer, in order."""
-        return [layer.attention.v_proj for layer in self.layers.values()]  # type: ignore[misc]
+    def sites(self, keys: bool) -> list[Site]:
+        """The projections whose adapters are split off: v_proj of each layer, in order, then k_proj if ``keys``."""
+        layers = list(self.layers.values())
+        return [layer.v for layer in layers] + ([layer.k for layer in layers] if keys else [])
 
     # --- who is active ------------------------------------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ class ModelBinding:
                 )
             check_order(name, layer, agent)
 
-    def check_splittable(self, adapters: list[str] | Agent, scheme: str) -> None:
-        """Raise unless values of every layer split into base and LR for these adapters."""
+    def check_splittable(self, adapters: list[str] | Agent, scheme: str, keys: bool) -> None:
+        """Raise unless values (and keys) of every layer split into base and LR for these adapters."""
         if not self.layers or self._twice is not None:
             reason = "has no attention module with k_proj, v_proj and layer_idx (a fused qkv projection, most likely)"
             if self._twice is not None:
@@ -128,7 +130,9 @@ class ModelBinding:
                 "Use scheme='full_shared' or 'non_shared'."
             )
         for layer in self.layers.values():
-            check_splittable(layer.name, layer.attention.v_proj, layer.k_proj, adapters)  # type: ignore[arg-type]
+            check_splittable(layer.v.name, layer.attention.v_proj, adapters)  # type: ignore[arg-type]
+            if keys:
+                check_splittable(layer.k.name, layer.attention.k_proj, adapters, key=True)  # type: ignore[arg-type]
 
     # --- around a forward ----------------------------------------------------------------------------------------------
 
@@ -175,7 +179,10 @@ class ModelBinding:
         self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
-                layer.tap.place(layer.v_proj, self.forward.plan.agent)
+                if self.forward.splits_keys:
+                    layer.listen()
+                for site in layer.sites if self.forward.splits_keys else (layer.v,):
+                    site.tap.place(site.module, self.forward.plan.agent)
         if not self.forward.keep_attention:
             self._switch_attention()
 
@@ -189,7 +196,8 @@ class ModelBinding:
         self._switched.clear()
         unread = next((layer.name for layer in self.layers.values() if layer.reading is not None), None)
         for layer in self.layers.values():
-            layer.tap.remove()
+            for site in layer.sites:
+                site.tap.remove()
             layer.forget()
         if output is None:
             forward.undo()
@@ -211,10 +219,14 @@ class ModelBinding:
 
     def resolve(self) -> bool:
         """Renew the hooks on projections that were replaced. Returns whether any was."""
-        changed = [layer.resolve() for layer in self.layers.values()]
+        changed = [layer.resolve(self._project) for layer in self.layers.values()]
         if any(changed):
             self._probe = None
         return any(changed)
+
+    def _project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
+        """Forward hook of a projection."""
+        return None if self.forward is None else self.forward.project(site, x, output)
 
     def can_switch_attention(self) -> bool:
         """Whether attention goes through transformers' registry and nothing in it needs the model's own function.

@@ -22,6 +22,7 @@ from .ledger import Ledger
 from .memory import MemoryReport, memory_report
 from .mixed import follow_rows, taken_over
 from .roster import Roster
+from .rotary import RotaryStore
 from .schemes import Scheme, resolve_scheme
 from .storage import SharedLayer
 from .trajectory import Step, Trajectory
@@ -48,6 +49,8 @@ class LoRASharedCache(Cache):
             ``base_lr_stacked``; the caller passes the whole prompt.
         agents: names of the adapters whose LR is kept from the first token on. Default: all LoRA adapters loaded when the
             first token is cached. An adapter that becomes active later joins, at the cost of one LR prefill.
+        key_lr: whether what adapters on k_proj add to the keys is kept apart in rank r, as for values (the paper's appendix
+            D.1). False: keys are shared whole, as the agent that ran a token first made them (the paper's main setting).
         attention: ``"auto"``: attention runs in ``flash_lora_attention`` during forwards with this cache. ``"keep"``: in
             the model's own implementation, on values put together layer by layer (slower).
         backend: of ``flash_lora_attention``.
@@ -58,7 +61,7 @@ class LoRASharedCache(Cache):
     Raises:
         ValueError: an unknown scheme or option, or ``handover_window`` with a scheme that has no use for it.
         UnsupportedModelError, UnsupportedAdapterError: model or adapters cannot be split exactly; says what to do.
-        SharedAMismatchError: ``base_lr_shared`` and adapters with different A on v_proj.
+        SharedAMismatchError: ``base_lr_shared`` and adapters with different A on v_proj (or k_proj, with ``key_lr``).
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class LoRASharedCache(Cache):
         *,
         handover_window: int = 0,
         agents: Sequence[str] | None = None,
+        key_lr: bool = True,
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
@@ -91,14 +95,15 @@ class LoRASharedCache(Cache):
         self.trajectory = Trajectory()
         self._said_keep = False
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
-        self.roster = Roster(self.scheme, align, list(agents) if agents is not None else None)
+        self.roster = Roster(self.scheme, align, key_lr, list(agents) if agents is not None else None)
+        self.rotary = RotaryStore()
         stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)
         count = max([stated, *(index + 1 for index in self.binding.layers)])
         place = torch.device("cpu") if offload else None
         super().__init__(layers=[SharedLayer(self, reserve, place) for _ in range(count)])
         self.roster.check_declared(self.binding)
         if self.scheme.splits_values:
-            self.binding.check_splittable(self.roster.starting(self.binding, ()), self.scheme.name)
+            self.binding.check_splittable(self.roster.starting(self.binding, ()), self.scheme.name, key_lr)
             self.roster.plan(self.binding, (), empty=True)  # to fail now rather than at the first token
 
     # --- a forward: called by the binding, and by the model in between -------------------------------------------------
@@ -252,6 +257,7 @@ class LoRASharedCache(Cache):
         self.ledger.clear()
         self.trajectory.clear()
         self.roster.clear()
+        self.rotary.clear()
         for layer in self.layers:
             layer.clear()
 
@@ -288,6 +294,7 @@ class LoRASharedCache(Cache):
         """Every buffer of the cache, the token record's included."""
         for layer in self.layers:
             yield from layer.buffers()
+        yield from self.rotary.buffers()
         yield from self.trajectory.buffers()
 
     def fork(self) -> "LoRASharedCache":
@@ -297,7 +304,9 @@ class LoRASharedCache(Cache):
         one prefix and ten tails. Which of them is dropped first does not matter. Attention over prefix and tail is merged
         by log-sum-exp; where that cannot be (``attention="keep"``, sliding windows), they are joined, a layer at a time.
         """
-        return self._clone(lambda layer, new: layer.fork(new, self.ledger.valid))
+        return self._clone(
+            lambda layer, new: layer.fork(new, self.ledger.valid), lambda buffer: buffer.fork(self.ledger.rotary)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to the folder ``path``: safetensors and a JSON manifest, all of it or nothing.
@@ -335,23 +344,27 @@ class LoRASharedCache(Cache):
         manifest = read_manifest(path)
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
-            attention=attention, backend=backend, reserve=reserve, offload=offload,
+            key_lr=manifest["key_lr"], attention=attention, backend=backend, reserve=reserve, offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
         """An independent cache on the same model: buffers and record are copied, the model is not."""
-        new = self._clone(SharedLayer.copy)
+        new = self._clone(SharedLayer.copy, GrowableBuffer.copy)
         memo[id(self)] = new
         return new
 
-    def _clone(self, layer: Callable[[SharedLayer, "LoRASharedCache"], SharedLayer]) -> "LoRASharedCache":
+    def _clone(
+        self,
+        layer: Callable[[SharedLayer, "LoRASharedCache"], SharedLayer],
+        angles: Callable[[GrowableBuffer], GrowableBuffer],
+    ) -> "LoRASharedCache":
         self.binding.settle()
         new: LoRASharedCache = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.ledger, new.trajectory = self.ledger.copy(), self.trajectory.copy()
-        new.roster = self.roster.copy()
+        new.roster, new.rotary = self.roster.copy(), self.rotary.clone(angles)
         new.layers = [layer(mine, new) for mine in self.layers]
         return new
 
@@ -411,11 +424,14 @@ class LoRASharedCache(Cache):
 
     def drop_unused(self) -> None:
         """Let go of buffers of which nothing is in use."""
+        if not self.ledger.rotary:
+            self.rotary.clear()
         for layer in self.layers:
             if not self.ledger.total:
                 layer.clear()
             for group, lengths in (
                 (layer.lr, self.ledger.lr),
+                (layer.k_lr, self.ledger.lr),
                 (layer.k, self.ledger.streams),
                 (layer.v, self.ledger.streams),
             ):
@@ -437,7 +453,7 @@ class LoRASharedCache(Cache):
             )
         if not self.scheme.splits_values:
             return
-        self.binding.check_splittable(agent, self.scheme.name)
+        self.binding.check_splittable(agent, self.scheme.name, self.roster.keys)
         if self.ledger.total:
             self.roster.check_unchanged(self.binding, agent, self.ledger)
 
@@ -457,6 +473,8 @@ class LoRASharedCache(Cache):
         self.drop_unused()
         for layer in self.layers:
             layer.truncate(self.ledger.valid)
+        for buffer in self.rotary.buffers():
+            buffer.truncate(self.ledger.rotary)
 
     def _select(self, rows: Tensor) -> None:
         self.binding.settle()

@@ -122,6 +122,9 @@ def _tensors(cache: "LoRASharedCache") -> Iterator[tuple[str, Tensor]]:
     if record.total:
         for name, buffer in (("tokens", record.tokens), ("mask", record.mask)):
             yield f"record.{name}", _plain(buffer.read(record.total))
+    for (kind, _), angles in cache.rotary.groups.items():
+        for name, buffer in zip(("cos", "sin"), angles, strict=True):
+            yield f"rotary.{kind}.{name}", _plain(buffer.read(ledger.rotary))
     for number, bank in enumerate(cache.roster.banks.values()):
         for position, stack in enumerate(bank.stacks):
             if stack is not None:
@@ -143,6 +146,7 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
         "scheme": asdict(cache.scheme),
         "handover_window": ledger.window,
         "agents": cache.roster.declared,
+        "key_lr": cache.roster.keys,
         "model": model_facts(cache),
         "adapters": adapter_digests(cache),
         "ledger": {
@@ -151,6 +155,7 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
             "last": _raw(ledger.last),
             "streams": [(_raw(agent), length) for agent, length in ledger.streams.items()],
             "lr": [(_raw(bank), length) for bank, length in ledger.lr.items()],
+            "rotary": ledger.rotary,
             "writers": [(_raw(agent), count) for agent, count in _runs(ledger.writers)],
             "progress": None if ledger.progress is None else (_raw(ledger.progress[0]), ledger.progress[1]),
         },
@@ -166,6 +171,7 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
             {"key": _raw(key), "align": bank.align, "columns": bank.columns, "layers": len(bank.stacks)}
             for key, bank in cache.roster.banks.items()
         ],
+        "rotary": sorted({kind for kind, _ in cache.rotary.groups}),
         "bank_of": list(cache.roster.bank_of.items()),
         "layers": [
             {group: [_raw(key) for key in buffers] for group, buffers in layer.groups()} for layer in cache.layers
@@ -193,6 +199,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     ledger.turns = dict.fromkeys(map(_key, said["turns"]))
     ledger.last = _key(said["last"])
     ledger.streams = {_key(agent): length for agent, length in said["streams"]}
+    ledger.rotary = said["rotary"]
     ledger.lr = {_key(bank): length for bank, length in said["lr"]}
     ledger.writers = [_key(agent) for agent, count in said["writers"] for _ in range(count)]
     ledger.progress = None if said["progress"] is None else (_key(said["progress"][0]), said["progress"][1])
@@ -203,11 +210,14 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     if record.total:
         record.tokens.write(0, tensors.get_tensor("record.tokens").to(device))
         record.mask.write(0, tensors.get_tensor("record.mask").to(device))
-    v_projs = cache.binding.v_projs
+    for kind in manifest["rotary"]:
+        angles = (tensors.get_tensor(f"rotary.{kind}.{name}").to(device) for name in ("cos", "sin"))
+        cache.rotary.write(kind, 0, tuple(angles))
+    sites = cache.binding.sites(cache.roster.keys)
     for number, bank in enumerate(manifest["banks"]):
         names = set(tensors.keys())
         stacks = [
-            tensors.get_tensor(name).to(base_weight(v_projs[position]).device)
+            tensors.get_tensor(name).to(base_weight(sites[position].module).device)
             if (name := f"banks.{number}.{position}") in names
             else None
             for position in range(bank["layers"])
@@ -223,7 +233,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
                 key = _key(raw)
                 rows = tensors.get_tensor(f"layers.{index}.{group}.{number}")
                 layer.home = place
-                buffers[key] = GrowableBuffer(1 if group == "lr" else 2, layer.reserve, layer.device)
+                buffers[key] = GrowableBuffer(1 if group in ("lr", "k_lr") else 2, layer.reserve, layer.device)
                 buffers[key].write(0, rows.to(layer.device or place))
 
 

@@ -18,14 +18,15 @@ __all__ = ["adapter_digests", "base_weight", "check_fits", "model_facts"]
 def model_facts(cache: "LoRASharedCache") -> dict[str, Any]:
     """What a model must be to read a cache: class, dtype, number of layers, and digests of the base's v_proj."""
     decoder = cache.binding.decoder
-    v_projs = {f"{layer.name}.v_proj": base_weight(layer.attention.v_proj) for layer in cache.binding.layers.values()}
-    if not v_projs:  # no separate v_proj: the embedding stands for the model
-        v_projs = {"the input embedding": base_weight(decoder.get_input_embeddings())}
+    sites = cache.binding.sites(cache.roster.keys)
+    weights = {site.name: base_weight(site.module) for site in sites}
+    if not weights:  # no separate v_proj: the embedding stands for the model
+        weights = {"the input embedding": base_weight(decoder.get_input_embeddings())}
     return {
         "class": type(decoder).__name__,
         "dtype": str(decoder.dtype),
         "layers": len(cache.layers),
-        "weights": {name: _digest(weight) for name, weight in v_projs.items()},
+        "weights": {name: _digest(weight) for name, weight in weights.items()},
     }
 
 
@@ -38,14 +39,14 @@ def base_weight(module: Any) -> Tensor:
 
 
 def adapter_digests(cache: "LoRASharedCache") -> dict[str, dict[str, str]]:
-    """A on every v_proj of each adapter that has taken a turn or has columns in the LR cache."""
+    """A of each adapter that has taken a turn or has columns in the LR cache, on every projection that is split."""
     names = [*(name for agent in cache.ledger.turns for name in agent), *cache.roster.bank_of]
     names += [name for bank in cache.roster.banks.values() for name in bank.adapters]
     return {name: _a_digests(cache, name) for name in dict.fromkeys(names)}
 
 
 def _a_digests(cache: "LoRASharedCache", adapter: str) -> dict[str, str]:
-    found = ((layer.name, lora_a(layer.attention.v_proj, adapter)) for layer in cache.binding.layers.values())  # type: ignore[arg-type]
+    found = ((site.name, lora_a(site.module, adapter)) for site in cache.binding.sites(cache.roster.keys))
     return {name: _digest(a) for name, a in found if a is not None}
 
 
@@ -74,7 +75,7 @@ def check_fits(cache: "LoRASharedCache", manifest: dict[str, Any]) -> None:
         for name in {**digests, **mine}:
             if digests.get(name) != mine.get(name):
                 raise CacheModelMismatchError(
-                    f"A of adapter {adapter!r} at {name}.v_proj is not the one the cache was saved with. Load the adapter "
+                    f"A of adapter {adapter!r} at {name} is not the one the cache was saved with. Load the adapter "
                     "it was made with, or run the prompt again."
                 )
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .adapters import fold_b
-from .agents import Mixed, agent_label
+from .agents import Mixed
 from .attention.interface import forbid_backward
-from .attention.parts import Part
+from .attention.parts import KeyLR, Part
 from .banks import LRBank
 from .buffer import GrowableBuffer
-from .errors import AdapterChangedError, OutsideForwardError, UnsupportedAdapterError, UnsupportedModelError
-from .layer import LayerBinding, Place, Reading
+from .errors import OutsideForwardError, UnsupportedModelError
+from .layer import LayerBinding, Reading
 from .ledger import Plan
 from .mixed import take_over
+from .rotary import Angles, Rotation, find_rotation, matches
+from .site import Site, check_input
 from .storage import SharedLayer
 from .trajectory import Step
 
@@ -32,10 +33,11 @@ class Forward:
 
     Attributes:
         cache, plan, step: whose, what it reads and writes, what it brought.
-        splits: whether v_proj gives X W0 alone and the adapter's part comes from the LR cache.
+        splits, splits_keys: whether v_proj (k_proj) gives X W0 alone and the adapter's part comes from the LR cache.
         keep_attention: the model's own attention function runs, on V put together in `update`.
         backend: of `flash_lora_attention`.
         start: positions that a batch of rows with agents of their own takes over from these.
+        rotations: how layers turn their keys, as far as this forward tells.
         fresh: adapters are looked at again, whatever torch says of their being the same.
     """
 
@@ -52,6 +54,7 @@ class Forward:
         self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
         self.start = start
         self.splits = cache.scheme.splits_values
+        self.splits_keys = self.splits and cache.roster.splits_keys
         self.keep_attention = keep_attention
         self.backend = cache.backend
         self.fresh = step.count > 1 or plan.agent != cache.ledger.last
@@ -62,6 +65,8 @@ class Forward:
         self._updated: set[int] = set()
         self._narrow: list[tuple[GrowableBuffer, Any]] = []
         self._give_back: Callable[[], None] | None = None
+        self.rotations: dict[int, Rotation | None] = {}
+        self._angles: dict[tuple[str, torch.device], Angles] = {}
 
     def open(self) -> None:
         """Give a cache of one row as many as the forward brings (beam search expands its inputs, not the cache).
@@ -77,28 +82,26 @@ class Forward:
         if self.start and isinstance(self.plan.agent, Mixed):
             self._give_back = take_over(self.cache, self.plan.agent, self.start)
 
-    def project(self, layer: LayerBinding, x: Tensor, output: Tensor) -> Tensor | None:
-        """v_proj ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
+    def project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
+        """A projection ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
 
         Returns:
-            What v_proj is to give instead of ``output``: a copy that counts its in-place edits, where ``output`` does not.
+            What it is to give instead of ``output``: a copy that counts its in-place edits, where ``output`` does not.
         """
-        if x.ndim != 3 or x.shape[:2] != (self.step.rows, self.step.count):
-            raise UnsupportedModelError(
-                f"{layer.name}.v_proj was given {tuple(x.shape)}, expected [{self.step.rows}, {self.step.count}, d_in]: "
-                "its rows are not the tokens of the batch, so they cannot be cached as LR. Use scheme='full_shared'."
-            )
+        if not self.splits or (site.child == "k_proj" and not self.splits_keys):
+            return None
+        check_input(site, x, self.step.rows, self.step.count)
         counted = None
         if output.is_inference() and (self.step.count > 1 or not self.cache.ledger.total):
             with torch.inference_mode(False):
                 counted = torch.empty(output.shape, dtype=output.dtype, device=output.device)
             output = counted.copy_(output)
-        layer.v_out, layer.v_version = output, _version(output)
+        site.note(output)
         for key, bank, first in self._banks:
-            stack = bank.stacks[layer.position]
+            stack = bank.stacks[site.position]
             if stack is not None:
                 rows = x if first == self.plan.past else x[:, first - self.plan.past :]
-                layer.lr_rows[key] = (first, functional.linear(rows.to(stack.dtype), stack))
+                site.rows[key] = (first, functional.linear(rows.to(stack.dtype), stack))
         return counted
 
     def update(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +120,8 @@ class Forward:
                     f"Layer {index} has no v_proj to take its LR from. Use scheme='full_shared'."
                 )
             self._check_value(layer, value)
+            if self.splits_keys:
+                self._check_key(layer, key)
         skip = plan.kv_from - plan.past
         if skip < key.shape[2]:
             if stream is None:  # an agent's own stream is only ever appended to
@@ -126,25 +131,24 @@ class Forward:
                 stream, plan.kv_from, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:]))
             )
         if layer is not None:
-            for bank, (first, rows) in layer.lr_rows.items():
-                self._keep(store.lr.get(bank), first, self.cache.ledger.lr[bank])
-                store.write_lr(bank, first, rows.to(value.dtype))
+            for group, site, like in (("lr", layer.v, value), ("k_lr", layer.k, key)):
+                for bank, (first, rows) in site.rows.items():
+                    self._keep(store.group(group).get(bank), first, self.cache.ledger.lr[bank])
+                    store.write_lr(group, bank, first, rows.to(like.dtype))
         self._updated.add(index)
         trained = next((states for states in (key, value) if states.requires_grad), None)
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
-        parts = self._parts(store, stream, layer)
-        if parts:
-            key, value, v_lr = parts[-1][0], parts[-1][1], None
-        else:
-            key, value = store.read("k", stream, plan.stop), store.read("v", stream, plan.stop)
-            v_lr = self._read_lr(layer, 0, plan.stop) if layer is not None else None
+        b_k = self._fold_key(layer, key) if layer is not None and self.splits_keys else None
+        parts = self._parts(store, stream, layer, b_k)
+        whole = parts[-1] if parts else self._part(store, stream, layer, b_k, 0, plan.stop)
+        key, value = whole.k, whole.v
         if trained is not None:
             key = forbid_backward(key, trained)
         if layer is None or not (self.splits or parts):
             return key, value
-        reading = Reading(value, v_lr, b, constant, gain, parts)
+        reading = Reading(value, whole.v_lr, b, constant, gain, whole.key, parts)
         if self.keep_attention:
-            return key, _reconstruct(value, reading)
+            return _reconstruct(key, value, reading)
         layer.reading = reading
         return key, value
 
@@ -158,7 +162,7 @@ class Forward:
                 "not use the cache it was given. Nothing was kept."
             )
         self.cache.trajectory.append(self.step, self.conventions)  # may run out of memory: first
-        self.cache.ledger.commit(self.plan)
+        self.cache.ledger.commit(self.plan, angles=bool(self._angles))
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
@@ -180,99 +184,121 @@ class Forward:
 
     def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
         """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
-        out, tapped = layer.v_out, list(layer.tap.replaced)
-        if layer.tap.passed != len(tapped):
-            raise UnsupportedAdapterError(
-                f"{layer.name}.v_proj ({type(layer.v_proj).__name__}) did not hand adapters "
-                f"{agent_label(self.plan.agent)!r} to their LoRA variant, so base and LR cannot be told apart. "
-                "Use scheme='full_shared' or 'non_shared'."
-            )
-        if len(tapped) != sum(
-            adapter in self.cache.roster.banks[key].columns[layer.position] for adapter, key in self.own
-        ):
-            raise AdapterChangedError(
-                f"Adapters {tapped} have LoRA on {layer.name}.v_proj now, and had not when their LR was cached. Call "
-                "cache.reset() and run the prompt again, or load the adapter under another name."
-            )
-        same = out is not None and out.numel() == value.numel() and layer.v_version == _version(out)
-        if same and out.data_ptr() != value.data_ptr():  # type: ignore[union-attr]
-            rows, heads, count, dim = value.shape
-            same = torch.equal(out.view(rows, count, heads, dim).transpose(1, 2), value)  # type: ignore[union-attr]
-        if not same:
+        layer.v.check(self.plan.agent, self.own, self.cache.roster.banks)
+        states = layer.v.states(value.shape[1]) if _fits(layer.v, value) else None
+        if states is None or not (states.data_ptr() == value.data_ptr() or torch.equal(states, value)):
             raise UnsupportedModelError(
                 f"{layer.name} changes values between v_proj and the cache (a norm, a clip, a rotation), so base and LR "
                 "do not add up there. Use scheme='full_shared' or 'non_shared'."
             )
 
-    def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The agent's B, constant and gain, from the adapters as they are now; ``layer.places`` says where its LR lies."""
-        bs: dict[Place, Tensor] = {}
-        constant: Tensor | None = None
-        gain = layer.gains.read(layer.name, layer.v_proj, layer.tap.replaced, value.shape[1], self.fresh)
-        for adapter, key in self.own:
-            columns = self.cache.roster.banks[key].columns[layer.position].get(adapter)
-            if columns is None:
-                continue
-            b, bias = fold_b(layer.v_proj, adapter, value.shape[1], value.dtype)
-            if gain is not None:
-                b, bias = gain.undo(adapter, b), None if bias is None else gain.undo(adapter, bias)
-            if isinstance(self.plan.agent, Mixed):
-                rows = self.plan.agent.rows_of(adapter)
-                b = _on_rows(b, rows, self.step.rows)
-                bias = None if bias is None else _on_rows(bias, rows, self.step.rows)
-            place = key, columns
-            bs[place] = bs[place] + b if place in bs else b
-            if bias is not None:
-                constant = bias if constant is None else constant + bias
-        layer.places = list(bs)
-        whole = None if not bs else next(iter(bs.values())) if len(bs) == 1 else torch.cat(list(bs.values()), -2)
-        if gain is None:
-            return whole, constant, None
-        return whole, gain.constant(constant), gain.total
+    def _check_key(self, layer: LayerBinding, key: Tensor) -> None:
+        """K must be k_proj's output under the rotary embedding and nothing else; finds out how it turns."""
+        layer.k.check(self.plan.agent, self.own, self.cache.roster.banks)
+        states = layer.k.states(key.shape[1]) if _fits(layer.k, key) else None
+        fits = False
+        if states is not None and layer.rotation is not None:
+            fits = self.step.count == 1 or matches(layer.rotation, states, key, layer.angles)
+        elif states is not None:
+            self.rotations[layer.index], certain = find_rotation(states, key, layer.angles)
+            fits = self.rotations[layer.index] is not None
+            if certain:
+                layer.rotation = self.rotations[layer.index]
+        if not fits:
+            raise UnsupportedModelError(
+                f"{layer.name} does more to its keys than turn them by the position_embeddings it is given (a norm, a "
+                "clip, angles of its own), so what adapters add to them on k_proj cannot be kept apart. Use key_lr=False, "
+                "which shares keys whole, or scheme='full_shared' or 'non_shared'."
+            )
 
-    def _read_lr(self, layer: LayerBinding, start: int, stop: int) -> Tensor | None:
-        store = self.cache.layers[layer.index]
-        slices = [store.read("lr", key, stop, start)[..., first : first + rank] for key, (first, rank) in layer.places]
+    def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The agent's B, constant and gain on V, from the adapters as they are now."""
+        site = layer.v
+        gain = layer.gains.read(layer.name, site.module, site.tap.replaced, value.shape[1], self.fresh)
+        undo = None if gain is None else gain.undo
+        b, constant = site.fold(self.plan.agent, self.own, self.cache.roster.banks, value, undo)
+        return (b, constant, None) if gain is None else (b, gain.constant(constant), gain.total)
+
+    def _fold_key(self, layer: LayerBinding, key: Tensor) -> Tensor | None:
+        """The agent's B on K; stores the angles of the positions that are new, once per kind of layer."""
+        rotation, angles = layer.rotation or self.rotations.get(layer.index), layer.angles
+        if rotation is not None and rotation.form != "none" and angles is not None:
+            self._write_angles(layer, rotation.angles(angles))
+        b, _ = layer.k.fold(self.plan.agent, self.own, self.cache.roster.banks, key)
+        return b
+
+    def _write_angles(self, layer: LayerBinding, angles: Angles) -> None:
+        group = layer.kind, angles[0].device
+        known = self._angles.get(group)
+        if known is not None:
+            if known[0].data_ptr() != angles[0].data_ptr() and not all(map(torch.equal, known, angles)):
+                raise UnsupportedModelError(
+                    f"{layer.name} turns its keys by other angles than the layers of its kind before it. Use key_lr=False."
+                )
+            return
+        self._angles[group] = angles
+        first = self.plan.rotary_from
+        rows = tuple(part[:, first - self.plan.past :].expand(self.step.rows, -1, -1) for part in angles)
+        for buffer in self.cache.rotary.group(*group, self.cache.ledger.rotary):
+            self._keep(buffer, first, self.cache.ledger.rotary)
+        if first < self.plan.stop:
+            self.cache.rotary.write(layer.kind, first, rows)  # type: ignore[arg-type]
+
+    def _read_lr(self, group: str, site: Site, store: SharedLayer, start: int, stop: int) -> Tensor | None:
+        slices = [store.read(group, key, stop, start)[..., first : first + rank] for key, (first, rank) in site.places]
         return None if not slices else slices[0] if len(slices) == 1 else torch.cat(slices, -1)
 
-    def _parts(self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None) -> list[Part]:
-        """K, V and LR of a fork as they lie, if the layer's attention can take them apart; else nothing."""
+    def _part(
+        self,
+        store: SharedLayer,
+        stream: Hashable,
+        layer: LayerBinding | None,
+        b_k: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> Part:
+        """Positions ``start`` to ``stop`` of what the agent reads in this layer."""
+        k, v = store.read("k", stream, stop, start), store.read("v", stream, stop, start)
+        if layer is None:
+            return Part(k, v)
+        v_lr, key = self._read_lr("lr", layer.v, store, start, stop), None
+        k_lr = self._read_lr("k_lr", layer.k, store, start, stop)
+        if k_lr is not None and b_k is not None:
+            rotation = layer.rotation or self.rotations[layer.index]
+            cos, sin = None, None
+            if rotation is not None and rotation.form != "none" and layer.angles is not None:
+                cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
+            key = KeyLR(k_lr, b_k, cos, sin, rotation is not None and rotation.interleaved)
+        return Part(k, v, v_lr, key)
+
+    def _parts(
+        self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None
+    ) -> list[Part]:
+        """The cache of a fork as it lies, if the layer's attention can take it apart; else nothing."""
         if layer is None or self.keep_attention:
             return []
-        cuts = sorted({*store.k[stream].ends(), *(end for key, _ in layer.places for end in store.lr[key].ends())})
+        read = [store.k[stream], *(store.lr[key] for key, _ in layer.v.places)]
+        read += [store.k_lr[key] for key, _ in layer.k.places]
+        cuts = sorted({end for buffer in read for end in buffer.ends()})
         if not cuts or cuts[-1] > self.plan.past:
             return []
         bounds = [0, *cuts, self.plan.stop]
-        return [
-            (
-                store.read("k", stream, stop, start),
-                store.read("v", stream, stop, start),
-                self._read_lr(layer, start, stop),
-            )
-            for start, stop in pairwise(bounds)
-            if start < stop
-        ]
+        return [self._part(store, stream, layer, b_k, start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
-def _reconstruct(value: Tensor, reading: Reading) -> Tensor:
-    """V = V_base + V_lr B (paper, section 3; DoRA: times its gain), for attention functions that know only K and V."""
+def _fits(site: Site, states: Tensor) -> bool:
+    return site.output is not None and site.output.numel() == states.numel()
+
+
+def _reconstruct(key: Tensor, value: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:
+    """K and V = V_base + V_lr B (paper, section 3; DoRA: times its gain), for attention that knows only K and V."""
     dtype = value.dtype
+    if reading.key is not None:
+        key = key + reading.key.added()
     if reading.v_lr is not None and reading.b is not None:
         value = value + reading.v_lr.unsqueeze(1) @ reading.b
     if reading.gain is not None:
         value = value * reading.gain
     if reading.bias is not None:
         value = value + reading.bias
-    return value.to(dtype)
-
-
-def _on_rows(part: Tensor, rows: list[int], count: int) -> Tensor:
-    """``part`` on these of ``count`` batch rows, zeros on the others: a new first dimension."""
-    whole = part.new_zeros((count, *part.shape))
-    whole[rows] = part
-    return whole
-
-
-def _version(tensor: Tensor) -> int:
-    """Counts in-place edits; inference tensors keep no count."""
-    return -1 if tensor.is_inference() else tensor._version
+    return key, value.to(dtype)

@@ -24,6 +24,7 @@ class Plan:
         stop: one past the last.
         kv_from: K, V (or V_base) are written from here on; at or beyond ``stop``: not at all.
         lr_from: bank -> its LR rows are written from here on; banks that are not written are missing.
+        rotary_from: the angles that keys turn by are written from here on, where they are kept at all.
     """
 
     agent: Agent
@@ -31,6 +32,7 @@ class Plan:
     stop: int
     kv_from: int
     lr_from: dict[Hashable, int]
+    rotary_from: int = 0
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Ledger:
         total: positions on the trajectory.
         streams: under ``non_shared``, agent -> positions of its own K and V.
         lr: bank -> positions for which its LR rows are right. Always a prefix.
+        rotary: positions whose angles are kept.
         writers: who wrote each position of the shared K and V last.
         progress: (agent, position) of a hand-over window that is being run in chunks.
         turns: agents that have run, in order of first appearance.
@@ -53,6 +56,7 @@ class Ledger:
     total: int = 0
     streams: dict[Agent, int] = field(default_factory=dict)
     lr: dict[Hashable, int] = field(default_factory=dict)
+    rotary: int = 0
     writers: list[Agent] = field(default_factory=list)
     progress: tuple[Agent, int] | None = None
     turns: dict[Agent, None] = field(default_factory=dict)
@@ -65,8 +69,8 @@ class Ledger:
         return min([self.total, *(self.lr.get(bank, 0) for bank in banks)])
 
     def valid(self, group: str, key: Hashable) -> int:
-        """Positions of a layer's buffer that hold something: ``group`` "k", "v" or "lr", ``key`` its stream or bank."""
-        if group == "lr":
+        """Positions of a layer's buffer that hold something: its ``group``, and ``key``, a stream or a bank."""
+        if group in ("lr", "k_lr"):
             return self.lr.get(key, 0)
         return self.total if key is None else self.streams.get(key, 0)  # type: ignore[call-overload]
 
@@ -97,11 +101,13 @@ class Ledger:
                 first = min(length, kv_from) if own else kv_from
                 if first < stop:
                     lr_from[bank] = max(first, past)
-        return Plan(agent, past, stop, kv_from, lr_from)
+        return Plan(agent, past, stop, kv_from, lr_from, max(past, min(self.rotary, kv_from)))
 
-    def commit(self, plan: Plan) -> None:
-        """The forward ran to its end: what it wrote is now part of the cache."""
+    def commit(self, plan: Plan, angles: bool = False) -> None:
+        """The forward ran to its end: what it wrote (``angles``: these too) is now part of the cache."""
         agent, stop = plan.agent, plan.stop
+        if angles:
+            self.rotary = max(self.rotary, stop)
         if self.scheme.kv == "per_agent":
             self.streams[agent] = stop
             self.writers += [agent] * (stop - len(self.writers))
@@ -146,6 +152,7 @@ class Ledger:
         self.total = total
         self.streams = {agent: min(length, total) for agent, length in self.streams.items()}
         self.lr = {bank: min(length, total) for bank, length in self.lr.items()}
+        self.rotary = min(self.rotary, total)
         del self.writers[total:]
         self.progress = None
 
@@ -167,14 +174,14 @@ class Ledger:
 
     def clear(self) -> None:
         """Forget everything but the scheme."""
-        self.total, self.progress, self.last = 0, None, None
+        self.total, self.rotary, self.progress, self.last = 0, 0, None, None
         for container in (self.streams, self.lr, self.writers, self.turns):
             container.clear()
 
     def copy(self) -> "Ledger":
         """An independent ledger."""
         return Ledger(
-            self.scheme, self.window, self.total, dict(self.streams), dict(self.lr), list(self.writers),
+            self.scheme, self.window, self.total, dict(self.streams), dict(self.lr), self.rotary, list(self.writers),
             self.progress, dict(self.turns), self.last,
         )  # fmt: skip
 

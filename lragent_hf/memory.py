@@ -18,7 +18,8 @@ class MemoryRow:
     """One kind of storage, summed over layers.
 
     Attributes:
-        part: ``"K"``, ``"V"`` (whole), ``"V_base"`` or ``"LR"``.
+        part: ``"K"`` (whole), ``"K_base"``, ``"V"`` (whole), ``"V_base"``, ``"LR"``, ``"K LR"`` or ``"angles"``: cos
+            and sin, by which what adapters add to keys is turned.
         owner: the agents it serves.
         tokens: positions in use.
         in_use_bytes, reserved_bytes: bytes of those positions, and of the buffers that hold them.
@@ -105,6 +106,7 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
             row[column] += buffer.nbytes(length)
 
     everyone = ", ".join(map(agent_label, ledger.turns)) or "all"
+    k = "K_base" if cache.roster.splits_keys else "K"
     per_token = 0
     for index, layer in enumerate(cache.layers):
         window = windows[index] if index < len(windows) else None
@@ -113,15 +115,18 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
                 (buffer, ledger.valid(name, key)) for name, group in layer.groups() for key, buffer in group.items()
             )
             beyond += sum(buffer.nbytes(max(0, length - window + 1)) for buffer, length in lengths)
-        for part, name, group in (("K", "k", layer.k), ("V_base" if scheme.splits_values else "V", "v", layer.v)):
+        for part, name, group in ((k, "k", layer.k), ("V_base" if scheme.splits_values else "V", "v", layer.v)):
             for stream, buffer in group.items():
                 owner = everyone if stream is None else agent_label(stream)
                 add(part, owner, ledger.valid(name, stream), buffer)
             if group:
                 per_token += next(iter(group.values())).nbytes(1)
-        for key, buffer in layer.lr.items():
-            owner = agent_label(key) if isinstance(key, tuple) else ", ".join(cache.roster.banks[key].adapters)
-            add("LR", owner, ledger.valid("lr", key), buffer)
+        for part, name in (("LR", "lr"), ("K LR", "k_lr")):
+            for key, buffer in layer.group(name).items():
+                owner = agent_label(key) if isinstance(key, tuple) else ", ".join(cache.roster.banks[key].adapters)
+                add(part, owner, ledger.valid(name, key), buffer)
+    for buffer in cache.rotary.buffers():
+        add("angles", everyone, ledger.rotary, buffer)
     return MemoryReport(
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),

@@ -16,7 +16,6 @@ from .errors import UnsupportedAdapterError
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
-    from .storage import SharedLayer
 
 __all__ = ["follow_rows", "take_over", "taken_over"]
 
@@ -54,9 +53,10 @@ def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[]
     try:
         for index, layer in enumerate(cache.layers):
             for name, group in layer.groups():
-                rows = _lr_rows(cache, index, layer, agent, start) if name == "lr" else _kv_rows(group, agent, start)
+                lr = name in ("lr", "k_lr")
+                rows = _lr_rows(cache, index, name, group, agent, start) if lr else _kv_rows(group, agent, start)
                 if rows is not None:
-                    buffer = GrowableBuffer(1 if name == "lr" else 2, layer.reserve, layer.device)
+                    buffer = GrowableBuffer(1 if lr else 2, layer.reserve, layer.device)
                     buffer.write(0, rows)
                     before.append((group, group.get(agent)))
                     group[agent] = buffer
@@ -79,7 +79,7 @@ def follow_rows(cache: "LoRASharedCache", rows: list[int]) -> None:
     cache.roster.rename(banks)
     cache.trajectory.rename(name)
     for layer in cache.layers:
-        for sources, group in ((streams, layer.k), (streams, layer.v), (banks, layer.lr)):
+        for sources, group in ((streams, layer.k), (streams, layer.v), (banks, layer.lr), (banks, layer.k_lr)):
             kept = {new: group[old] for new, old in sources.items() if old in group}
             shared = {key: buffer for key, buffer in group.items() if key is None}
             group.clear()
@@ -94,18 +94,23 @@ def _kv_rows(group: dict[Hashable, GrowableBuffer], agent: Mixed, start: int) ->
     return torch.stack([found[row][index] for index, row in enumerate(agent.rows)])
 
 
-def _lr_rows(cache: "LoRASharedCache", index: int, layer: "SharedLayer", agent: Mixed, start: int) -> Tensor | None:
+def _lr_rows(
+    cache: "LoRASharedCache", index: int, name: str, group: dict[Hashable, GrowableBuffer], agent: Mixed, start: int
+) -> Tensor | None:
     """Row i of what row i's adapter has of a layer's LR [B, start, width], in its columns of the batch's bank."""
-    bank, binding = cache.roster.banks.get(agent), cache.binding.layers.get(index)
-    stack = None if bank is None or binding is None else bank.stacks[binding.position]
-    if bank is None or binding is None or stack is None:
+    bank, layer = cache.roster.banks.get(agent), cache.binding.layers.get(index)
+    if bank is None or layer is None or (name == "k_lr" and not cache.roster.keys):
+        return None
+    position = (layer.v if name == "lr" else layer.k).position
+    stack = bank.stacks[position]
+    if stack is None:
         return None
     rows: Tensor | None = None
-    for adapter, (first, rank) in bank.columns[binding.position].items():
-        source = layer.lr[adapter,].read(start)
+    for adapter, (first, rank) in bank.columns[position].items():
+        source = group[adapter,].read(start)
         if rows is None:
             rows = source.new_zeros((len(agent.rows), start, stack.shape[0]))
-        low = cache.roster.banks[adapter,].columns[binding.position][adapter][0]
+        low = cache.roster.banks[adapter,].columns[position][adapter][0]
         mine = agent.rows_of(adapter)
         rows[mine, :, first : first + rank] = source[mine, :, low : low + rank]
     return rows

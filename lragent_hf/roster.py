@@ -21,6 +21,7 @@ class Roster:
     Attributes:
         scheme: whose banks.
         align: columns at whose multiples the block of an adapter starts.
+        keys: whether what adapters add to keys is kept in rank r too, beside what they add to values.
         declared: adapters whose LR is kept from the first token on, or ``None``: all that are loaded then.
         banks: by key: the agent where each keeps its own LR, else numbers in order of joining.
         bank_of: adapter -> its bank, where banks are shared.
@@ -28,9 +29,17 @@ class Roster:
 
     scheme: Scheme
     align: int
+    keys: bool = True
     declared: list[str] | None = None
     banks: dict[Hashable, LRBank] = field(default_factory=dict)
     bank_of: dict[str, Hashable] = field(default_factory=dict)
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether any adapter here has LoRA on k_proj that is kept apart from the keys."""
+        return self.keys and any(
+            stack is not None for bank in self.banks.values() for stack in bank.stacks[len(bank.stacks) // 2 :]
+        )
 
     def plan(self, binding: ModelBinding, agent: Agent, empty: bool) -> "Roster":
         """The roster once ``agent`` runs (``empty``: on a cache without tokens); this one if that changes nothing.
@@ -41,28 +50,28 @@ class Roster:
         kind = self.scheme.lr
         if kind == "none" or (not empty and (agent in self.banks or all(adapter in self.bank_of for adapter in agent))):
             return self
-        v_projs = binding.v_projs
-        new = Roster(self.scheme, self.align, self.declared)
+        sites = [site.module for site in binding.sites(self.keys)]
+        new = Roster(self.scheme, self.align, self.keys, self.declared)
         if not empty:
             new.banks, new.bank_of = dict(self.banks), dict(self.bank_of)
         banks, bank_of = new.banks, new.bank_of
         if kind == "per_agent":
-            if agent not in banks and any(lora_a(v_proj, name) is not None for v_proj in v_projs for name in agent):
-                banks[agent] = LRBank.build(v_projs, agent, self.align)
+            if agent not in banks and any(lora_a(site, name) is not None for site in sites for name in agent):
+                banks[agent] = LRBank.build(sites, agent, self.align)
             return new
         if not banks:
             adapters = self.starting(binding, agent)
-            banks[0] = LRBank.build(v_projs, adapters, self.align)
+            banks[0] = LRBank.build(sites, adapters, self.align)
             bank_of.update({adapter: 0 for adapter in adapters if adapter in banks[0]})
             difference = banks[0].unshared() if kind == "one_a" else None
             if difference is not None:
-                raise _unequal(binding, *difference)
+                raise self._unequal(binding, *difference)
         for adapter in agent:
-            if adapter in bank_of or all(lora_a(v_proj, adapter) is None for v_proj in v_projs):
+            if adapter in bank_of or all(lora_a(site, adapter) is None for site in sites):
                 continue
             layer = 0
             for key, bank in banks.items():
-                columns, missing = bank.alias(v_projs, adapter)
+                columns, missing = bank.alias(sites, adapter)
                 if missing is None:
                     banks[key], bank_of[adapter] = bank.copy(), key
                     banks[key].join(columns)
@@ -70,9 +79,9 @@ class Roster:
                 layer = missing
             else:
                 if kind == "one_a" and bank_of:
-                    raise _unequal(binding, layer, next(iter(bank_of)), adapter)
+                    raise self._unequal(binding, layer, next(iter(bank_of)), adapter)
                 bank_of[adapter] = len(banks)
-                banks[len(banks)] = LRBank.build(v_projs, [adapter], self.align)
+                banks[len(banks)] = LRBank.build(sites, [adapter], self.align)
         return new
 
     def own(self, agent: Agent) -> list[tuple[str, Hashable]]:
@@ -97,10 +106,10 @@ class Roster:
     def check_unchanged(self, binding: ModelBinding, agent: Agent, ledger: Ledger) -> None:
         """Raise if an A of the agent is not the one that its LR was cached with."""
         for adapter, key in self.own(agent):
-            position = self.banks[key].changed_layer(binding.v_projs, adapter)
+            position = self.banks[key].changed_layer([site.module for site in binding.sites(self.keys)], adapter)
             if position is not None:
                 raise AdapterChangedError(
-                    f"A of adapter {adapter!r} at {_name(binding, position)}.v_proj is not the one its "
+                    f"A of adapter {adapter!r} at {binding.sites(self.keys)[position].name} is not the one its "
                     f"{ledger.lr.get(key, 0)} cached positions were written with. Call cache.reset() and run the prompt "
                     "again, load the adapter under another name, or put the old weights back."
                 )
@@ -117,16 +126,11 @@ class Roster:
         """An independent roster; the stacked A's, which never change, are shared."""
         declared = None if self.declared is None else list(self.declared)
         banks: dict[Hashable, LRBank] = {key: bank.copy() for key, bank in self.banks.items()}
-        return Roster(self.scheme, self.align, declared, banks, dict(self.bank_of))
+        return Roster(self.scheme, self.align, self.keys, declared, banks, dict(self.bank_of))
 
-
-def _unequal(binding: ModelBinding, position: int, first: str, second: str) -> SharedAMismatchError:
-    return SharedAMismatchError(
-        f"base_lr_shared needs one A for all adapters, but {first!r} and {second!r} differ at "
-        f"{_name(binding, position)}.v_proj. Use scheme='base_lr_stacked', which keeps an LR cache per distinct A, train "
-        "adapters with a shared A, or name the ones that share it in agents=."
-    )
-
-
-def _name(binding: ModelBinding, position: int) -> str:
-    return list(binding.layers.values())[position].name
+    def _unequal(self, binding: ModelBinding, position: int, first: str, second: str) -> SharedAMismatchError:
+        return SharedAMismatchError(
+            f"base_lr_shared needs one A for all adapters, but {first!r} and {second!r} differ at "
+            f"{binding.sites(self.keys)[position].name}. Use scheme='base_lr_stacked', which keeps an LR cache per "
+            "distinct A, train adapters with a shared A, or name the ones that share it in agents=."
+        )

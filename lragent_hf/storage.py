@@ -14,7 +14,7 @@ __all__ = ["SharedLayer"]
 
 
 class SharedLayer(CacheLayerMixin):
-    """One decoder layer's buffers: K and V (or V_base) by stream, LR by bank.
+    """One decoder layer's buffers: K and V (or V_base) by stream, LR of values and of keys by bank.
 
     A stream is the key under which K and V lie: ``None`` where all agents share them, the agent under ``non_shared``.
     The layer stores and hands out; what is read, by whom and how far is the cache's to say.
@@ -28,6 +28,7 @@ class SharedLayer(CacheLayerMixin):
         self.k: dict[Hashable, GrowableBuffer] = {}
         self.v: dict[Hashable, GrowableBuffer] = {}
         self.lr: dict[Hashable, GrowableBuffer] = {}
+        self.k_lr: dict[Hashable, GrowableBuffer] = {}
         self.reserve, self.device = reserve, device
         self.home: torch.device | None = None  # where the rows come from
         # Weakly: buffers must die with their cache, not when the garbage collector gets round to it.
@@ -35,7 +36,11 @@ class SharedLayer(CacheLayerMixin):
 
     def groups(self) -> tuple[tuple[str, dict[Hashable, GrowableBuffer]], ...]:
         """The layer's buffers by name: whole-cache operations are written once over this, or over `buffers`."""
-        return ("k", self.k), ("v", self.v), ("lr", self.lr)
+        return ("k", self.k), ("v", self.v), ("lr", self.lr), ("k_lr", self.k_lr)
+
+    def group(self, name: str) -> dict[Hashable, GrowableBuffer]:
+        """Buffers of that name."""
+        return dict(self.groups())[name]
 
     def buffers(self) -> Iterator[GrowableBuffer]:
         """Every buffer of the layer."""
@@ -50,15 +55,16 @@ class SharedLayer(CacheLayerMixin):
         self.k[stream].write(start, key)
         self.v[stream].write(start, value)
 
-    def write_lr(self, bank: Hashable, start: int, rows: Tensor) -> None:
-        """Store LR rows [B, q, width] of positions ``start`` and after."""
-        if bank not in self.lr:
-            self.lr[bank] = GrowableBuffer(1, self.reserve, self.device)
-        self.lr[bank].write(start, rows)
+    def write_lr(self, group: str, bank: Hashable, start: int, rows: Tensor) -> None:
+        """Store LR rows [B, q, width] of positions ``start`` and after: of values ("lr") or of keys ("k_lr")."""
+        buffers = self.group(group)
+        if bank not in buffers:
+            buffers[bank] = GrowableBuffer(1, self.reserve, self.device)
+        buffers[bank].write(start, rows)
 
     def read(self, group: str, key: Hashable, stop: int, start: int = 0) -> Tensor:
         """Positions ``start`` to ``stop`` of a buffer, where its rows came from: a view unless it is offloaded."""
-        rows: Tensor = getattr(self, group)[key].read(stop, start)
+        rows: Tensor = self.group(group)[key].read(stop, start)
         return rows if self.device is None or self.home is None else rows.to(self.home, non_blocking=True)
 
     def fork(self, cache: Any, length_of: Callable[[str, Hashable], int]) -> "SharedLayer":

@@ -6,6 +6,7 @@ inputs are).
 """
 
 import copy
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,8 +87,16 @@ class NaiveRun:
         agents: adapters whose LR is written from the first token on (stacked).
     """
 
-    def __init__(self, model: Any, scheme: str, window: int = 0, agents: tuple[str, ...] = ("plan", "act", "reflect")):
+    def __init__(
+        self,
+        model: Any,
+        scheme: str,
+        window: int = 0,
+        agents: tuple[str, ...] = ("plan", "act", "reflect"),
+        key_lr: bool = True,
+    ):
         self.model, self.scheme, self.window, self.agents = model, scheme, window, agents
+        self.split = scheme.startswith("base")
         self.known: list[str] = []
         decoder: PreTrainedModel = model.get_base_model().get_decoder()
         found = {
@@ -95,9 +104,16 @@ class NaiveRun:
         }
         self.attention = [found[index] for index in range(len(found))]
         self.inputs: list[Tensor] = [torch.empty(0)] * len(self.attention)
+        self.angles: list[Any] = [None] * len(self.attention)
+        self.keys = self.split and key_lr and any(getattr(part.k_proj, "lora_A", None) for part in self.attention)
         self.handles = [
-            attention.v_proj.register_forward_pre_hook(self._remember(index))
+            handle
             for index, attention in enumerate(self.attention)
+            for handle in (
+                attention.v_proj.register_forward_pre_hook(self._remember(index)),
+                attention.register_forward_pre_hook(self._hear(index), with_kwargs=True),
+                attention.k_proj.register_forward_hook(self._base_only),
+            )
         ]
         self.tokens: Tensor | None = None
         self.reset()
@@ -113,12 +129,24 @@ class NaiveRun:
 
         return hook
 
+    def _hear(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self.angles[index] = kwargs.get("position_embeddings")
+
+        return hook
+
+    def _base_only(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return module.base_layer(args[0]) if self.keys and hasattr(module, "base_layer") else output
+
     def reset(self) -> None:
         count = len(self.attention)
         self.n = 0
         self.k: list[dict[Any, Tensor]] = [{} for _ in range(count)]
         self.v: list[dict[Any, Tensor]] = [{} for _ in range(count)]
         self.lr: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.k_lr: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.cos: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.sin: list[dict[Any, Tensor]] = [{} for _ in range(count)]
         self.lr_length: dict[Any, int] = {}
         self.read: dict[Agent, int] = {}
         self.writer: list[Agent] = []
@@ -137,11 +165,15 @@ class NaiveRun:
         def a(module: Any, name: str) -> Any:
             return module.lora_A[name].weight if name in getattr(module, "lora_A", {}) else None
 
-        pairs = [(a(attention.v_proj, first), a(attention.v_proj, second)) for attention in self.attention]
-        return first == second or all(x is not None and y is not None and torch.equal(x, y) for x, y in pairs)
+        pairs = [(a(site, first), a(site, second)) for site in self._sites()]
+        known = [(x, y) for x, y in pairs if x is not None or y is not None]
+        return first == second or all(x is not None and y is not None and torch.equal(x, y) for x, y in known)
+
+    def _sites(self) -> list[Any]:
+        return [part.v_proj for part in self.attention] + [part.k_proj for part in self.attention if self.keys]
 
     def _has_lr(self, adapter: str) -> bool:
-        return any(adapter in getattr(attention.v_proj, "lora_A", {}) for attention in self.attention)
+        return any(adapter in getattr(site, "lora_A", {}) for site in self._sites())
 
     def length(self, agent: Agent) -> int:
         if self.scheme == "non_shared":
@@ -193,13 +225,17 @@ class NaiveRun:
         self.written: list[Any] = []
         stream = agent if self.scheme == "non_shared" else None
         first = past if self.scheme == "non_shared" else self.kv_from
-        split = self.scheme.startswith("base")
+        split = self.split
         base = getattr(v_proj, "base_layer", v_proj)(x).view(*x.shape[:2], -1, value.shape[-1]).transpose(1, 2)
         self.k[index][stream] = _put(self.k[index].get(stream), first, past, key, 2)
         self.v[index][stream] = _put(self.v[index].get(stream), first, past, base if split else value, 2)
         k, v = self.k[index][stream][:, :, :stop], self.v[index][stream][:, :, :stop]
         if not split:
             return k, v
+        k_proj = self.attention[index].k_proj
+        if self.keys and self.angles[index] is not None:
+            for store, rows in zip((self.cos, self.sin), self.angles[index], strict=True):
+                store[index][0] = _put(store[index].get(0), past, past, rows.expand(x.shape[0], -1, -1), 1)
         adapters = agent if self.scheme == "base_shared" else tuple(self.known)
         for adapter in adapters:
             name = self._lr_key(agent, adapter)
@@ -210,10 +246,18 @@ class NaiveRun:
             start = max(past, min(length, self.kv_from))
             if start < stop:
                 self.written.append(name)
-                if adapter in v_proj.lora_A:
+                if adapter in getattr(v_proj, "lora_A", {}):
                     rows = x @ v_proj.lora_A[adapter].weight.T
                     self.lr[index][name] = _put(self.lr[index].get(name), start, past, rows, 1)
+                if self.keys and adapter in getattr(k_proj, "lora_A", {}):
+                    rows = x @ k_proj.lora_A[adapter].weight.T
+                    self.k_lr[index][name] = _put(self.k_lr[index].get(name), start, past, rows, 1)
         for adapter in agent:
+            if self.keys and adapter in getattr(k_proj, "lora_A", {}):
+                b = k_proj.lora_B[adapter].weight * k_proj.scaling[adapter]
+                part = self.k_lr[index][self._lr_key(agent, adapter)][:, :stop] @ b.T
+                part = part.view(*part.shape[:2], -1, key.shape[-1]).transpose(1, 2)
+                k = k + self._turn(index, part, stop)
             if adapter in getattr(v_proj, "lora_A", {}):
                 b = v_proj.lora_B[adapter].weight * v_proj.scaling[adapter]
                 part = self.lr[index][self._lr_key(agent, adapter)][:, :stop] @ b.T
@@ -226,6 +270,14 @@ class NaiveRun:
                         v, v_proj.base_layer, v_proj.lora_A[adapter].weight, b, v_proj.lora_magnitude_vector[adapter]
                     )
         return k, v
+
+    def _turn(self, index: int, states: Tensor, stop: int) -> Tensor:
+        """``states`` [B, H, L, D] under the model's own rotary embedding."""
+        turn = getattr(sys.modules[type(self.attention[index]).__module__], "apply_rotary_pos_emb", None)
+        if turn is None or not self.cos[index]:
+            return states
+        turned: Tensor = turn(states, states, self.cos[index][0][:, :stop], self.sin[index][0][:, :stop])[1]
+        return turned
 
     # --- undoing --------------------------------------------------------------------------------------------------------
 
@@ -260,13 +312,15 @@ class NaiveRun:
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows."""
-        for store in (self.k, self.v, self.lr):
+        for store in (self.k, self.v, self.lr, self.k_lr, self.cos, self.sin):
             for layer in store:
                 layer.update({name: tensor[rows] for name, tensor in layer.items()})
 
     def state(self) -> dict[str, Any]:
         """All that distinguishes this run; tensors are never written in place, so they need no copies."""
-        copies: dict[str, Any] = {name: [dict(layer) for layer in getattr(self, name)] for name in ("k", "v", "lr")}
+        copies: dict[str, Any] = {
+            name: [dict(layer) for layer in getattr(self, name)] for name in ("k", "v", "lr", "k_lr", "cos", "sin")
+        }
         copies |= {name: dict(getattr(self, name)) for name in ("lr_length", "read")}
         copies |= {name: list(getattr(self, name)) for name in ("writer", "known")}
         return copies | {"n": self.n, "progress": self.progress}

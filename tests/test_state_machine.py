@@ -28,19 +28,22 @@ VOCAB = 61
 
 
 @cache
-def models(shared_a: bool) -> tuple[Any, Any, Any]:
-    """One tiny Llama with GQA and four adapters, thrice: ours (fp32), and eager in fp32 and fp64 for the oracle."""
+def models(shared_a: bool, keys: bool) -> tuple[Any, Any, Any]:
+    """One tiny Llama with GQA and four adapters, thrice: ours (fp32), and eager in fp32 and fp64 for the oracle.
+
+    With ``keys`` the adapters are on k_proj too (one on nothing else), and none is DoRA.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=6, max_position_embeddings=512, attn_implementation="eager",
     )  # fmt: skip
     base = LlamaForCausalLM(config)
-    modules = ["q_proj", "v_proj", "o_proj", "up_proj"]
+    modules = ["q_proj", "v_proj", "o_proj", "up_proj", *(["k_proj"] if keys else [])]
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules), adapter_name="plan")
     model.add_adapter("act", LoraConfig(r=4 if shared_a else 3, lora_alpha=6, target_modules=modules, use_rslora=True))
-    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules, use_dora=True))
-    model.add_adapter("queries", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules, use_dora=not keys))
+    model.add_adapter("queries", LoraConfig(r=4 if shared_a else 2, target_modules=["k_proj" if keys else "q_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.3)
@@ -48,9 +51,9 @@ def models(shared_a: bool) -> tuple[Any, Any, Any]:
             parameter.data.mul_(0.5 + torch.rand_like(parameter))
     if shared_a:
         for layer in model.get_base_model().model.layers:
-            a = layer.self_attn.v_proj.lora_A
-            for adapter in ("act", "reflect"):
-                a[adapter].weight.data.copy_(a["plan"].weight.data)
+            for site in (layer.self_attn.v_proj, layer.self_attn.k_proj):
+                for adapter, a in getattr(site, "lora_A", {}).items():
+                    a.weight.data.copy_(site.lora_A["plan"].weight.data)
     model.eval()
     return model, copy.deepcopy(model), exact_twin(model)
 
@@ -68,14 +71,15 @@ class Turns(RuleBasedStateMachine):
         pads=st.integers(0, 3),
         window=st.sampled_from((0, 0, 1, 3, 7, 100)),
         shared_a=st.sampled_from((False, False, True)),
+        keys=st.booleans(),
         late=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def start(self, rows: int, pads: int, window: int, shared_a: bool, late: bool, seed: int) -> None:
+    def start(self, rows: int, pads: int, window: int, shared_a: bool, keys: bool, late: bool, seed: int) -> None:
         self.spare, buffer._SPARE = buffer._SPARE, 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
         window = window if self.scheme in WINDOWED else 0
-        self.ours, eager, exact = models(shared_a)
+        self.ours, eager, exact = models(shared_a, keys)
         agents = ("plan", "queries") if late else ("plan", "act", "reflect", "queries")  # late: the others join
         self.cache = LoRASharedCache(self.ours, scheme=self.scheme, handover_window=window, agents=agents)
         self.runs = [NaiveRun(model, self.scheme, window, agents) for model in (eager, exact)]
@@ -90,6 +94,8 @@ class Turns(RuleBasedStateMachine):
             self.switch_to(branch)
             if self.ids.shape[1]:
                 self.turn(("plan",), 1, 100)
+        for run in getattr(self, "runs", []):
+            run.detach()
 
     def empty(self) -> None:
         self.ids = torch.zeros((self.rows, 0), dtype=torch.long)
@@ -325,6 +331,7 @@ def test_long_conversations(scheme: str, seed: int) -> None:
         pads=seed % 4,
         window=pick.choice((0, 0, 3, 7)),
         shared_a=seed % 4 == 3,
+        keys=seed % 4 in (1, 2) or seed == 7,
         late=seed % 3 != 2,
         seed=seed,
     )

@@ -97,26 +97,29 @@ def attention(
             "function takes in one shape only. Make the cache with attention='keep'."
         )
     layer = getattr(module, "lragent_binding", None)
-    v_lr = b = bias = gain = None
+    v_lr = b = bias = gain = extra = None
     parts: Sequence[Part] = ()
     backend = "auto"
     if layer is not None and layer.owner.forward is not None:
         backend = layer.owner.forward.backend
         query = forbid_backward(query, query)
         if layer.owner.forward.splits or layer.reading is not None:
-            v_lr, b, bias, gain, parts = _take(layer, key, value)
+            _, v_lr, b, bias, gain, extra, parts = _take(layer, key, value)
     # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
     if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
-        key, value, v_lr = join_parts(parts)
+        key, value, v_lr, extra = join_parts(parts)
         parts = ()
     if query.dtype != value.dtype:  # autocast, where rotated queries and keys come in fp32; sdpa casts as well
         query, key = query.to(value.dtype), key.to(value.dtype)
+        extra = None if extra is None else extra.to(value.dtype)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     window = None
     if attention_mask is not None and attention_mask.ndim != 2:
         if v_lr is not None and b is not None:
             value = value + v_lr.unsqueeze(1) @ b
+        if extra is not None:
+            key = key + extra.added()
         output = dense_attention(query, key, value, attention_mask, scaling, softcap)
     else:
         if attention_mask is not None:
@@ -135,6 +138,7 @@ def attention(
             output = flash_lora_attention(  # type: ignore[assignment]  # a tensor: no return_lse
                 query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
                 key_padding_mask=attention_mask, softcap=softcap, backend=backend,
+                **({} if extra is None else extra.arguments()),
             )  # fmt: skip
     output = output.transpose(1, 2)
     dtype, groups = output.dtype, query.shape[1] // value.shape[1]
@@ -158,18 +162,16 @@ def _attends(mask: Tensor, window: int | None, count: int) -> Tensor:
     return seen[:, -count:, None, None] > 0
 
 
-def _take(
-    layer: Any, key: Tensor, value: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Sequence[Part]]:
-    """The LR, B, constant, gain and parts that `update` left for this layer's one attention over V_base."""
+def _take(layer: Any, key: Tensor, value: Tensor) -> Any:
+    """The `Reading` that `update` left for this layer's one attention over V_base."""
     reading, layer.reading = layer.reading, None
     same = reading is not None and reading.value.data_ptr() == value.data_ptr() and reading.value.shape == value.shape
-    if not same or (reading.parts and reading.parts[-1][0].data_ptr() != key.data_ptr()):
+    if not same or (reading.parts and reading.parts[-1].k.data_ptr() != key.data_ptr()):
         raise UnsupportedModelError(
             f"{layer.name} does not attend once to keys and values as the cache returned them, so the rest of them cannot "
             "be added on the way. Make the cache with attention='keep'."
         )
-    return reading.v_lr, reading.b, reading.bias, reading.gain, reading.parts
+    return reading
 
 
 class _ForbidBackward(torch.autograd.Function):

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import flash_lora_attention
 from .merge import merge
+from .reference import rotated
 
-__all__ = ["Part", "attend_parts", "join_parts"]
+__all__ = ["KeyLR", "Part", "attend_parts", "join_parts"]
 
-Part = tuple[Tensor, Tensor, Tensor | None]
-"""K and V_base [B, Hkv, n, D] and LR [B, n, R] of n positions."""
+
+class KeyLR(NamedTuple):
+    """What adapters on k_proj add to n keys: LR [B, n, R], B [(B,) Hkv, R, D], turned by angles [B, n, Dr / 2]."""
+
+    k_lr: Tensor
+    b: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+
+    def to(self, dtype: torch.dtype) -> KeyLR:
+        """All of it in that dtype."""
+        cos, sin = (None if part is None else part.to(dtype) for part in (self.cos, self.sin))
+        return KeyLR(self.k_lr.to(dtype), self.b.to(dtype), cos, sin, self.interleaved)
+
+    def added(self) -> Tensor:
+        """rot(K_lr B) [B, Hkv, n, D]."""
+        return rotated(self.k_lr.unsqueeze(1) @ self.b, self.cos, self.sin, self.interleaved)
+
+    def arguments(self) -> dict[str, object]:
+        """As `flash_lora_attention` takes it."""
+        return {
+            "k_lr": self.k_lr,
+            "b_k": self.b,
+            "cos": self.cos,
+            "sin": self.sin,
+            "rotary_interleaved": self.interleaved,
+        }
+
+
+class Part(NamedTuple):
+    """K and V_base [B, Hkv, n, D], LR [B, n, R], and what is added to the keys, of n positions."""
+
+    k: Tensor
+    v: Tensor
+    v_lr: Tensor | None = None
+    key: KeyLR | None = None
 
 
 def attend_parts(
@@ -33,11 +70,12 @@ def attend_parts(
     """
     whole: tuple[Tensor, Tensor] | None = None
     first = 0
-    for k, v, v_lr in parts:
-        stop = first + k.shape[2]
+    for part in parts:
+        stop = first + part.k.shape[2]
         out = flash_lora_attention(
-            q, k, v, v_lr, b, scale=scale, causal=causal and k is parts[-1][0], softcap=softcap, return_lse=True,
-            key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, first:stop], backend=backend,
+            q, part.k, part.v, part.v_lr, b, scale=scale, causal=causal and part is parts[-1], softcap=softcap,
+            return_lse=True, key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, first:stop],
+            backend=backend, **({} if part.key is None else part.key.arguments()),  # type: ignore[arg-type]
         )  # fmt: skip
         assert isinstance(out, tuple)
         whole = out if whole is None else merge(*whole, *out)
@@ -48,6 +86,19 @@ def attend_parts(
 
 def join_parts(parts: Sequence[Part]) -> Part:
     """The parts copied into one, for attention that cannot take them apart."""
-    keys, values, lrs = zip(*parts, strict=True)
-    lr = None if lrs[0] is None else torch.cat([lr for lr in lrs if lr is not None], 1)
-    return torch.cat(keys, 2), torch.cat(values, 2), lr
+
+    def join(pieces: list[Tensor | None], dim: int) -> Tensor | None:
+        found = [piece for piece in pieces if piece is not None]
+        return torch.cat(found, dim) if found else None
+
+    keys = [part.key for part in parts if part.key is not None]
+    key = None
+    if keys:
+        cos, sin = (join([getattr(one, name) for one in keys], 1) for name in ("cos", "sin"))
+        key = KeyLR(torch.cat([one.k_lr for one in keys], 1), keys[0].b, cos, sin, keys[0].interleaved)
+    return Part(
+        torch.cat([part.k for part in parts], 2),
+        torch.cat([part.v for part in parts], 2),
+        join([part.v_lr for part in parts], 1),
+        key,
+    )
