@@ -5,7 +5,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Agent", "Mixed", "agent_label", "end_mixed_batch", "is_mixed_batch", "mixed", "read_agent", "select_rows"]
+__all__ = [
+    "Agent",
+    "Mixed",
+    "agent_label",
+    "is_mixed_batch",
+    "mixed_hooks",
+    "of_rows",
+    "read_agent",
+    "remove_hooks",
+    "select_rows",
+]
 
 Agent = tuple[str, ...]
 """The adapters an agent runs with, sorted; ``()`` is the base model."""
@@ -47,14 +57,14 @@ class Mixed(tuple[str, ...]):
         return [index for index, row in enumerate(self.rows) if adapter in row]
 
 
-def mixed(rows: Sequence[Agent]) -> Agent:
+def of_rows(rows: Sequence[Agent]) -> Agent:
     """The agent that runs each batch row with that row's agent; where they are all the same, that one."""
-    return Mixed(rows) if len(set(rows)) > 1 else rows[0]
+    return rows[0] if len(set(rows)) == 1 else Mixed(rows)
 
 
 def select_rows(agent: Agent, rows: Sequence[int]) -> Agent:
     """The same agent once the batch consists of these of its rows."""
-    return mixed([agent.rows[row] for row in rows]) if isinstance(agent, Mixed) else agent
+    return of_rows([agent.rows[row] for row in rows]) if isinstance(agent, Mixed) else agent
 
 
 def agent_label(agent: Agent) -> str:
@@ -69,23 +79,34 @@ def read_agent(layer: Any) -> Agent:
     if layer.disable_adapters:
         return ()
     if is_mixed_batch(layer):
-        names = next(filter(None, map(_names, reversed(layer._forward_pre_hooks.values()))))
-        return mixed([() if name == _BASE else (name,) for name in names])
+        names = next(
+            names for hook in reversed(layer._forward_pre_hooks.values()) if (names := _names(hook)) is not None
+        )
+        return of_rows([() if name == _BASE else (name,) for name in names])
     names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
     return (names[0],) if len(names) == 1 else tuple(sorted(names))
 
 
 def is_mixed_batch(layer: nn.Module) -> bool:
     """Whether PEFT is about to run each row of the batch with an adapter of its own (``adapter_names=``)."""
-    return any(_names(hook) for hook in layer._forward_pre_hooks.values())
+    return any(_names(hook) is not None for hook in layer._forward_pre_hooks.values())
 
 
-def end_mixed_batch(root: nn.Module) -> None:
-    """Remove PEFT's ``adapter_names`` hooks, which it leaves behind when a forward under them raises."""
-    for module in root.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if _names(hook)]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+def mixed_hooks(root: nn.Module) -> list[tuple[nn.Module, int]]:
+    """PEFT's hooks that hand names to the adapted layers below ``root``: (module, key of the hook)."""
+    return [
+        (module, key)
+        for module in root.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if _names(hook) is not None
+    ]
+
+
+def remove_hooks(hooks: Iterable[tuple[nn.Module, int]]) -> None:
+    """Remove hooks of PEFT's that are still there: it leaves them behind when what runs under them raises."""
+    for module, key in hooks:
+        module._forward_pre_hooks.pop(key, None)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _names(hook: Any) -> Sequence[str] | None:

@@ -105,6 +105,16 @@ class LRBank:
         for mine, more in zip(self.columns, columns, strict=True):
             mine.update(more)
 
+    def only(self, agent: Sequence[str]) -> "LRBank":
+        """A bank with the columns of an agent of one adapter."""
+        new = LRBank(self.align)
+        for stack, columns in zip(self.stacks, self.columns, strict=True):
+            place = next((columns[adapter] for adapter in agent if adapter in columns), None)
+            new.columns.append({} if place is None else dict.fromkeys(agent, (0, place[1])))
+            low, rank = place or (0, 0)
+            new.stacks.append(None if stack is None or place is None else stack[low : low + _up(rank, self.align)])
+        return new
+
     def copy(self) -> "LRBank":
         """A bank that can be joined on its own; the stacked A's, which never change, are shared."""
         return LRBank(self.align, list(self.stacks), [dict(columns) for columns in self.columns])

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from . import _compat
 from .adapters import check_splittable, probes, tuner_layers
-from .agents import Agent, Mixed, end_mixed_batch, read_agent
+from .agents import Agent, Mixed, agent_label, is_mixed_batch, mixed_hooks, read_agent, remove_hooks
 from .attention import interface
-from .dora import check_order
+from .dora import check_no_dora, check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 from .layer import ATTRIBUTE, LayerBinding
 from .site import Site
@@ -43,7 +43,7 @@ class ModelBinding:
     """
 
     def __init__(self, decoder: PreTrainedModel, outer: PreTrainedModel):
-        self.decoder = decoder
+        self.decoder, self.outer = decoder, outer
         self.entered: dict[str, Any] = {}
         self.layers: dict[int, LayerBinding] = {}
         self._twice: str | None = None
@@ -61,6 +61,8 @@ class ModelBinding:
                 module.__dict__[ATTRIBUTE] = layer
         self.forward: Any = None
         self._probe: tuple[nn.Module, str, nn.Module] | None = None
+        self._inside = False  # a call of `outer`
+        self._mixed_hooks: list[tuple[nn.Module, int]] = []
         self._switched: list[tuple[Any, str | None]] = []
         self._handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
@@ -112,9 +114,12 @@ class ModelBinding:
         for name, _, _, layer in tuner_layers(self.decoder):
             if read_agent(layer) != agent:
                 raise UnsupportedAdapterError(
-                    f"Adapted layers disagree on who is active: {name} runs {read_agent(layer)}, others {agent}. "
-                    "Call set_adapter() on the whole model."
+                    f"Adapted layers disagree on who is active: {name} runs {agent_label(read_agent(layer))}, others "
+                    f"{agent_label(agent)}. Call set_adapter() on the whole model."
                 )
+            if isinstance(agent, Mixed):
+                check_no_dora(name, layer, agent)
+                continue
             check_order(name, layer, agent)
 
     def check_splittable(self, adapters: list[str] | Agent, scheme: str, keys: bool) -> None:
@@ -142,7 +147,7 @@ class ModelBinding:
         One made for images or sound too gives its decoder embeddings and ready masks. Tokens say all only where it was
         called with nothing but text.
         """
-        self.entered = {}
+        self.entered, self._inside = {}, True
         media = [
             name for name, value in kwargs.items() if name not in _TEXT and isinstance(value, Tensor | list | tuple)
         ]
@@ -151,8 +156,11 @@ class ModelBinding:
             self.entered = {name: _compat.cache_argument(outer, args, kwargs, name) for name in names}
 
     def leave(self, outer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Post-hook of the whole model."""
-        self.entered = {}
+        """Post-hook of the whole model, called on failure too (then without output)."""
+        self.entered, self._inside = {}, False
+        if output is None:
+            self._end_mixed_batch()
+        self._mixed_hooks = []
 
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way."""
@@ -171,10 +179,13 @@ class ModelBinding:
                 if getattr(inputs["attention_mask"], "ndim", 0) != 2:
                     inputs["attention_mask"] = self.entered["attention_mask"]
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
+        self._end_mixed_batch()  # of a call that was interrupted after the decoder: none other leaves any
+        probe = next(probes(decoder), None)
+        self._mixed_hooks = mixed_hooks(self.outer) if probe is not None and is_mixed_batch(probe[2]) else []
         try:
             self.forward = cache.begin(self, keep_attention=keep, **inputs)
         except Exception:
-            end_mixed_batch(decoder)
+            self._end_mixed_batch()
             raise
         self.forward.open()
         if self.forward.splits:
@@ -201,16 +212,23 @@ class ModelBinding:
             layer.forget()
         if output is None:
             forward.undo()
-            if isinstance(forward.plan.agent, Mixed):
-                end_mixed_batch(decoder)
+            self._end_mixed_batch()
             return
         if unread is not None:
             forward.undo()
+            self._end_mixed_batch()
             raise UnsupportedModelError(
                 f"{unread} did not call the attention function it was given, so its adapters' values were not added. "
                 "Make the cache with attention='keep'."
             )
+        if not self._inside:
+            self._mixed_hooks = []
         forward.commit()
+
+    def _end_mixed_batch(self) -> None:
+        """The forward failed: take off what PEFT would leave, or the next one would run these adapters again."""
+        remove_hooks(self._mixed_hooks)
+        self._mixed_hooks = []
 
     def settle(self) -> None:
         """Undo a forward that was interrupted by something torch calls no hook for (Ctrl-C)."""

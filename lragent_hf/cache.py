@@ -20,7 +20,7 @@ from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForward
 from .forward import Forward
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
-from .mixed import follow_rows, taken_over
+from .mixed import follow_rows, prefix_to_take
 from .roster import Roster
 from .rotary import RotaryStore
 from .schemes import Scheme, resolve_scheme
@@ -150,15 +150,16 @@ class LoRASharedCache(Cache):
         own = roster.own(agent)
         keys = [key for _, key in own]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
-        start = taken_over(self, agent)
+        start = prefix_to_take(self, agent, check=True)
         past = max(start, self.ledger.length(agent, keys))
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
+        before = self.roster, self.ledger.lr
         if roster is not self.roster:
             self.roster = roster
             self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in roster.banks}
         return Forward(
-            self, self.ledger.plan(agent, keys, count, start), step, conventions, own, start,
+            self, self.ledger.plan(agent, keys, past, count), before, step, conventions, own, start,
             self._keeps_attention(keep_attention),
         )  # fmt: skip
 
@@ -198,7 +199,7 @@ class LoRASharedCache(Cache):
         if 0 < layer_idx < len(self.layers) and not self.layers[layer_idx].is_initialized:
             return 0
         agent = self.binding.agent()
-        return max(self.ledger.length(agent, self.own_keys(agent)), taken_over(self, agent))
+        return max(self.ledger.length(agent, self.own_keys(agent)), prefix_to_take(self, agent))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(key positions, offset of the first) for a mask over ``query_length`` more tokens."""
@@ -209,7 +210,9 @@ class LoRASharedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Undo the active agent's last ``-tokens_to_remove`` tokens.
 
-        If the agent stands at the head of the trajectory, it is cut for everybody; if it lags, only its own part is.
+        If the agent stands at the head of the trajectory, it is cut for everybody; if it lags, only its own part is. After
+        a ``generate(adapter_names=...)`` has returned the active agent is the one of ``set_adapter`` again: to cut for
+        everybody whoever is active, use ``align``.
 
         Raises:
             ValueError: a positive number (transformers dropped that meaning).
@@ -484,7 +487,8 @@ class LoRASharedCache(Cache):
             raise ValueError(f"Rows are chosen by an index or a bool mask that keeps at least one, not by {rows}.")
         if int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows:
             raise IndexError(f"rows {rows.tolist()} were asked of a cache with {self.trajectory.rows}")
+        rows = rows % self.trajectory.rows
+        follow_rows(self, rows)
         for buffer in self.buffers():
-            buffer.select(rows % self.trajectory.rows)
-        follow_rows(self, (rows % self.trajectory.rows).tolist())
+            buffer.select(rows)
         self.trajectory.rows = rows.numel()

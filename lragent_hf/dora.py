@@ -17,12 +17,25 @@ from torch import Tensor, nn
 
 from .errors import UnsupportedAdapterError
 
-__all__ = ["Gain", "GainStore", "check_order", "is_dora"]
+__all__ = ["Gain", "GainStore", "check_no_dora", "check_order", "is_dora"]
 
 
 def is_dora(variant: LoraVariant | None) -> bool:
     """Whether a LoRA variant is DoRA of a linear layer, as PEFT has it."""
     return type(variant) is DoraLinearVariant
+
+
+def check_no_dora(name: str, layer: Any, agent: tuple[str, ...]) -> None:
+    """PEFT runs no DoRA adapter in a batch whose rows have adapters of their own.
+
+    Raises:
+        UnsupportedAdapterError: one of the agent's is.
+    """
+    first = next((a for a in agent if is_dora(getattr(layer, "lora_variant", {}).get(a))), None)
+    if first is not None:
+        raise UnsupportedAdapterError(
+            f"Adapter {first!r} is DoRA at {name}, which PEFT does not run under adapter_names=. Run a batch per adapter."
+        )
 
 
 def check_order(name: str, layer: Any, agent: tuple[str, ...]) -> None:

@@ -36,6 +36,7 @@ class Forward:
         splits, splits_keys: whether v_proj (k_proj) gives X W0 alone and the adapter's part comes from the LR cache.
         keep_attention: the model's own attention function runs, on V put together in `update`.
         backend: of `flash_lora_attention`.
+        before: roster and LR lengths as they were, for `undo`.
         start: positions that a batch of rows with agents of their own takes over from these.
         rotations: how layers turn their keys, as far as this forward tells.
         fresh: adapters are looked at again, whatever torch says of their being the same.
@@ -45,6 +46,7 @@ class Forward:
         self,
         cache: "LoRASharedCache",
         plan: Plan,
+        before: tuple[Any, Any],
         step: Step,
         conventions: frozenset[str],
         own: list[tuple[str, Hashable]],
@@ -52,7 +54,7 @@ class Forward:
         keep_attention: bool,
     ):
         self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
-        self.start = start
+        self.before, self.start = before, start
         self.splits = cache.scheme.splits_values
         self.splits_keys = self.splits and cache.roster.splits_keys
         self.keep_attention = keep_attention
@@ -168,6 +170,7 @@ class Forward:
         """Leave the cache as the last whole forward left it."""
         if self._give_back is not None:
             self._give_back()
+        self.cache.roster, self.cache.ledger.lr = self.before
         if self._narrow:
             for buffer, state in self._narrow:
                 buffer.restore(state)

@@ -83,9 +83,8 @@ class Ledger:
             return min(read, self.progress[1])
         return min(read, max(0, self.total - self.window))
 
-    def plan(self, agent: Agent, banks: Sequence[Hashable], count: int, start: int = 0) -> Plan:
-        """The next forward of ``agent`` over ``count`` tokens; it takes over ``start`` positions of its own K, V or LR."""
-        past = max(self.length(agent, banks), start)
+    def plan(self, agent: Agent, banks: Sequence[Hashable], past: int, count: int) -> Plan:
+        """The next forward of ``agent``, over ``count`` tokens from position ``past`` on: its `length`, if not more."""
         stop = past + count
         if self.scheme.kv == "per_agent":
             return Plan(agent, past, stop, past, {})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ._compat import sliding_windows
-from .agents import agent_label
+from .agents import Mixed, agent_label
 from .buffer import GrowableBuffer
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
     everyone = ", ".join(map(agent_label, ledger.turns)) or "all"
     k = "K_base" if cache.roster.splits_keys else "K"
     per_token = 0
+    rows = max(1, cache.batch_size)
+    ran = [{agent.rows[row] if isinstance(agent, Mixed) else agent for agent in ledger.turns} for row in range(rows)]
     for index, layer in enumerate(cache.layers):
         window = windows[index] if index < len(windows) else None
         if window is not None:  # a plain cache keeps one position less than the window: the query is the last one in it
@@ -131,7 +133,7 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),
         record_bytes=sum(buffer.nbytes(cache.trajectory.total) for buffer in cache.trajectory.buffers()),
-        unshared_bytes=per_token * ledger.total * len(ledger.turns),
+        unshared_bytes=per_token // rows * ledger.total * sum(map(len, ran)),
         beyond_window_bytes=beyond,
     )
 

@@ -5,26 +5,27 @@ copied when the batch first runs, and each goes its own way from there.
 """
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .agents import Agent, Mixed, agent_label, end_mixed_batch, select_rows
+from .agents import Agent, Mixed, agent_label, select_rows
 from .buffer import GrowableBuffer
 from .errors import UnsupportedAdapterError
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
 
-__all__ = ["follow_rows", "take_over", "taken_over"]
+__all__ = ["follow_rows", "prefix_to_take", "take_over"]
 
 
-def taken_over(cache: "LoRASharedCache", agent: Agent) -> int:
+def prefix_to_take(cache: "LoRASharedCache", agent: Agent, check: bool = False) -> int:
     """Positions that a mixed batch would take over from its rows' agents, if those are more than it has read itself.
 
     Raises:
-        UnsupportedAdapterError: it has read nothing, and its rows' agents have read unequal lengths.
+        UnsupportedAdapterError: with ``check``: it has read nothing, and its rows' agents have read unequal lengths, or an
+            A of theirs is not the one that what they read was cached with (AdapterChangedError).
     """
     scheme, ledger = cache.scheme, cache.ledger
     if not isinstance(agent, Mixed) or not ledger.total or "per_agent" not in (scheme.kv, scheme.lr):
@@ -34,17 +35,20 @@ def taken_over(cache: "LoRASharedCache", agent: Agent) -> int:
         return 0
     keys = {row: cache.own_keys(row) for row in dict.fromkeys(agent.rows)}
     read = {row: ledger.read_by(row, keys[row]) for row in keys if keys[row] or scheme.kv == "per_agent"}
-    if len(set(read.values())) == 1:
-        return max(read.values()) if max(read.values()) > own else 0
-    if not own:
-        end_mixed_batch(cache.binding.decoder)
+    if check and not own and len(set(read.values())) > 1:
         have = ", ".join(f"{agent_label(row)} {length:,}" for row, length in read.items())
         raise UnsupportedAdapterError(
             f"Rows with adapters of their own can run together under {scheme.name!r} if these have read equally far, but "
             f"of {ledger.total:,} tokens have been read: {have}. Run the others on the whole batch first (set_adapter and "
             "a forward over what they lack), or use a scheme whose hand-over costs nothing, as base_lr_stacked."
         )
-    return 0
+    least = min(read.values(), default=0)
+    if least <= own:
+        return 0
+    if check:
+        for row in read:
+            cache.roster.check_unchanged(cache.binding, row, ledger)
+    return least
 
 
 def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[], None]:
@@ -66,13 +70,16 @@ def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[]
     return lambda: _put_back(before, agent)
 
 
-def follow_rows(cache: "LoRASharedCache", rows: list[int]) -> None:
+def follow_rows(cache: "LoRASharedCache", rows: Tensor) -> None:
     """The batch now consists of these of its rows: mixed agents become those of the rows that are left."""
-
-    def name(key: Hashable) -> Hashable:
-        return select_rows(key, rows) if isinstance(key, Mixed) else key
-
     known = (*cache.ledger.turns, *cache.ledger.streams, *cache.ledger.lr)
+    if not any(isinstance(key, Mixed) for key in known):
+        return
+    left = rows.tolist()
+
+    def name(key: Any) -> Any:
+        return select_rows(key, left) if isinstance(key, Mixed) else key
+
     if all(name(key) == key for key in known):
         return
     streams, banks = cache.ledger.rename(name)
@@ -84,6 +91,25 @@ def follow_rows(cache: "LoRASharedCache", rows: list[int]) -> None:
             shared = {key: buffer for key, buffer in group.items() if key is None}
             group.clear()
             group.update(shared | kept)
+    for new, old in banks.items():
+        if isinstance(old, Mixed) and not isinstance(new, Mixed):
+            _narrow(cache, new)
+
+
+def _narrow(cache: "LoRASharedCache", key: Any) -> None:
+    """A bank that serves one agent now keeps that agent's columns only."""
+    bank, length = cache.roster.banks[key], cache.ledger.lr[key]
+    cache.roster.banks[key] = bank.only(key)
+    for index, layer in cache.binding.layers.items():
+        store = cache.layers[index]
+        for name, site in (("lr", layer.v), ("k_lr", layer.k)):
+            old = store.group(name).pop(key, None)
+            kept = cache.roster.banks[key].stacks[site.position] if old is not None else None
+            if old is not None and kept is not None:
+                low = next(
+                    bank.columns[site.position][adapter][0] for adapter in key if adapter in bank.columns[site.position]
+                )
+                store.write_lr(name, key, 0, old.read(length)[..., low : low + kept.shape[0]])
 
 
 def _kv_rows(group: dict[Hashable, GrowableBuffer], agent: Mixed, start: int) -> Tensor | None:

@@ -152,7 +152,8 @@ def check_input(site: Site, x: Tensor, rows: int, count: int) -> None:
 def _on_rows(part: Tensor, rows: list[int], count: int) -> Tensor:
     """``part`` on these of ``count`` batch rows, zeros on the others: a new first dimension."""
     whole = part.new_zeros((count, *part.shape))
-    whole[rows] = part
+    for row in rows:  # an index list would be a copy to the device
+        whole[row] = part
     return whole
 
 

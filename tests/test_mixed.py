@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lragent_hf import CACHE_ARG, LoRASharedCache
-from lragent_hf.errors import UnsupportedAdapterError
+from lragent_hf.errors import AdapterChangedError, UnsupportedAdapterError
 
 PER_AGENT = ("non_shared", "base_shared")
 Names = list[str]
@@ -337,13 +337,14 @@ def test_what_cannot_be_is_refused_and_nothing_is_left_behind(scheme: str) -> No
     def two(target: LoRASharedCache, names: Names, **options: Any) -> Any:
         return model.generate(ids, adapter_names=names, max_new_tokens=2, **{CACHE_ARG: target}, **options)
 
-    empty = LoRASharedCache(model, scheme)
+    many = LoRASharedCache(model, scheme)
     cases: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, "3 rows and the forward brings 2", lambda: two(empty, ["plan", "act", BASE])),
+        (ValueError, "3 rows and the forward brings 2", lambda: two(cache, ["plan", "act", BASE])),
+        (ValueError, "0 rows and the forward brings 2", lambda: two(cache, [])),
         (
             ValueError,
             "num_return_sequences",
-            lambda: two(empty, ["plan", BASE], num_return_sequences=2, do_sample=True),
+            lambda: two(many, ["plan", BASE], num_return_sequences=2, do_sample=True),
         ),
     ]
     if scheme in PER_AGENT:
@@ -359,6 +360,66 @@ def test_what_cannot_be_is_refused_and_nothing_is_left_behind(scheme: str) -> No
     assert_close(turn(model, cache, "plan", ids), turn(model, stock, "plan", ids))
 
 
+@pytest.mark.parametrize("names", [["act", "reflect"], ["act", "act"]])
+@pytest.mark.parametrize("where", ["layer", "head"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("scheme", ["full_shared", "base_shared"])
+def test_names_do_not_outlive_the_forward_they_were_given_to(
+    scheme: str, error: type[BaseException], where: str, names: Names
+) -> None:
+    """PEFT leaves its hooks when a forward raises; lm_head, outside the decoder, has some too."""
+    modules = ["q_proj", "v_proj", "lm_head"]
+    model, same = (peft_model(shared=True, target_modules=modules) for _ in range(2))
+    ids = tokens(12, rows=2)
+    cache = LoRASharedCache(model, scheme)
+    module = model.get_base_model().model.layers[1] if where == "layer" else model.get_base_model().lm_head
+    with raising(module, error("torn")), pytest.raises(error, match="torn"):
+        mixed_run(model, cache, names, ids)
+    if error is RuntimeError:  # torch calls no hook for Ctrl-C: the next forward with one of our caches cleans up
+        assert_close(turn(model, DynamicCache(), "plan", ids), turn(same, DynamicCache(), "plan", ids))
+    got = mixed_run(model, LoRASharedCache(model, scheme), ["act", "plan"], ids)
+    for row, name in enumerate(("act", "plan")):
+        assert_close(got[row], turn(same, DynamicCache(), name, ids[row : row + 1])[0])
+    got = turn(model, LoRASharedCache(model, scheme), "reflect", ids)
+    assert_close(got, turn(same, DynamicCache(), "reflect", ids))
+
+
+def test_an_adapter_that_changed_since_is_not_taken_over() -> None:
+    model = peft_model()
+    ids = tokens(12, rows=2)
+    cache = LoRASharedCache(model, "base_shared")
+    for name in ("plan", "act"):
+        turn(model, cache, name, ids[:, :8])
+    before = snapshot(cache)
+    model.get_base_model().model.layers[2].self_attn.v_proj.lora_A["plan"].weight.data.mul_(-1)
+    with pytest.raises(AdapterChangedError, match="'plan'"):
+        mixed_run(model, cache, ["plan", "act"], ids)
+    assert_same_state(snapshot(cache), before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dora_is_refused_because_peft_does_not_run_it_by_rows(scheme: str) -> None:
+    model = peft_model(shared=True, use_dora=True)
+    with pytest.raises(UnsupportedAdapterError, match=r"DoRA.*adapter_names"):
+        mixed_run(model, LoRASharedCache(model, scheme), ["plan", "act"], tokens(6, rows=2))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_with_adapters_on_k_proj(scheme: str) -> None:
+    model = peft_model(shared=True, target_modules="all-linear").double()
+    ids, names = tokens(20, rows=3), ["act", BASE, "reflect"]
+    cache = LoRASharedCache(model, scheme)
+    before = ("plan", "act", "reflect", None) if scheme == "non_shared" else ("plan", "act", "reflect")
+    for name in before if scheme in PER_AGENT else ("plan",):
+        turn(model, cache, name, ids[:, :10])
+    got = mixed_run(model, cache, names, ids)
+    for row, name in enumerate(names):
+        alone = LoRASharedCache(model, scheme)
+        turn(model, alone, "plan", ids[row : row + 1, :10])
+        want = turn(model, alone, None if name == BASE else name, ids[row : row + 1])
+        assert_close(got[row], want[0, -10:])
+
+
 def test_the_report_names_what_a_mixed_batch_keeps() -> None:
     model = peft_model()
     ids = tokens(12, rows=2)
@@ -369,3 +430,18 @@ def test_the_report_names_what_a_mixed_batch_keeps() -> None:
     rows = {(row.part, row.owner): row.tokens for row in cache.memory_report().rows}
     assert rows["LR", "plan"] == rows["LR", "reflect"] == 6
     assert rows["LR", "[plan, reflect]"] == 12
+    one = LoRASharedCache(model, "non_shared")
+    mixed_run(model, one, ["plan", "reflect"], ids)
+    assert one.memory_report().unshared_bytes == one.memory_report().in_use_bytes  # each row by one agent alone
+
+
+def test_a_row_that_is_left_keeps_its_own_columns_only() -> None:
+    model = peft_model()
+    ids = tokens(12, rows=2)
+    cache, alone = LoRASharedCache(model, "base_shared"), LoRASharedCache(model, "base_shared")
+    mixed_run(model, cache, ["plan", "reflect"], ids)
+    cache.batch_select_indices(torch.tensor([1]))
+    turn(model, alone, "reflect", ids[1:])
+    assert cache.memory_report().in_use_bytes == alone.memory_report().in_use_bytes
+    ids = torch.cat([ids[1:], tokens(4, seed=1)], 1)
+    assert_close(turn(model, cache, "reflect", ids), turn(model, alone, "reflect", ids))

@@ -52,7 +52,7 @@ def models(shared_a: bool, keys: bool) -> tuple[Any, Any, Any]:
     if shared_a:
         for layer in model.get_base_model().model.layers:
             for site in (layer.self_attn.v_proj, layer.self_attn.k_proj):
-                for adapter, a in getattr(site, "lora_A", {}).items():
+                for a in getattr(site, "lora_A", {}).values():
                     a.weight.data.copy_(site.lora_A["plan"].weight.data)
     model.eval()
     return model, copy.deepcopy(model), exact_twin(model)

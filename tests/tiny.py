@@ -188,6 +188,7 @@ def snapshot(cache: LoRASharedCache) -> dict[str, Any]:
         "lr": {key: length for key, length in ledger.lr.items() if length},
         "writers": list(ledger.writers),
         "progress": ledger.progress,
+        "banks": list(cache.roster.banks),
         "turns": list(ledger.turns),
         "last": ledger.last,
         "record": [raw(buffer.read(record.total)) for buffer in record.buffers() if record.total],

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lragent_hf.attention.fused import fusable, fused_attention
+from lragent_hf.attention.keys import add_key_scores
 from lragent_hf.attention.reference import rotated
 
 __all__ = ["blockwise_attention"]
@@ -56,26 +57,36 @@ def blockwise_attention(
 
     Arguments and results as for `lragent_hf.attention.flash_lora_attention`. Products run in the inputs' dtype, the
     softmax in at least float32. Any strides are taken without copying K or V (views of longer cache buffers above all).
-    Temporaries: one score block of O(block * Lk), in long prefills one V of the call, and with key LR one K. The
+    Temporaries: one score block of O(block * Lk), in long prefills one V of the call, and with key LR one K (none in
+    decode, see `keys.py`). The
     output's memory is laid out [B, Lq, Hq, D], which is what a model's output projection reads. Differentiable, at the
     cost of keeping P.
     """
-    if k_lr is not None and b_k is not None:
-        k = k + rotated(k_lr[:, None] @ b_k, cos, sin, rotary_interleaved)
     batch, heads, Lq, D = q.shape
     kv_heads, Lk = k.shape[1], k.shape[2]
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v_base, v_lr, b))
+    given = (q, k, v_base, v_lr, b, k_lr, b_k)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    extra = None
+    if k_lr is not None and b_k is not None:
+        if Lq == 1 and not grad and _merges(k) and _merges(v_base):
+            extra = (k_lr, b_k, cos, sin, rotary_interleaved)
+        else:
+            k = k + rotated(k_lr[:, None] @ b_k, cos, sin, rotary_interleaved)
     if window is not None:
         if (drop := Lk - Lq - window + 1) > 0:  # keys before the first query's window
             k, v_base = k[:, :, drop:], v_base[:, :, drop:]
+            if extra is not None:
+                lr, b_k, cos, sin, interleaved = extra
+                cos, sin = (None if part is None else part[..., drop:, :] for part in (cos, sin))
+                extra = (lr[:, drop:], b_k, cos, sin, interleaved)
             v_lr = v_lr if v_lr is None else v_lr[:, drop:]
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask[:, drop:]
             Lk -= drop
         if window >= Lk and causal:
             window = None
     scale = D**-0.5 if scale is None else scale
-    fused = fusable(q, k, causal, window, softcap, grad)
+    fused = extra is None and fusable(q, k, causal, window, softcap, grad)
     many = Lq * heads >= D * kv_heads
     out: Tensor
     lse: Tensor | None
@@ -96,7 +107,7 @@ def blockwise_attention(
         else:
             keys = k.flatten(0, 1).transpose(1, 2)  # [B*Hkv, D, Lk]
             if Lq == 1 and Lk:
-                out, lse = _decode(q, keys, values, v_lr, b, scale, key_padding_mask, softcap, return_lse, grad)
+                out, lse = _decode(q, keys, values, v_lr, b, extra, scale, key_padding_mask, softcap, return_lse, grad)
             else:
                 out, lse = _blocks(
                     q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad
@@ -118,6 +129,7 @@ def _decode(
     values: Tensor,
     v_lr: Tensor | None,
     b: Tensor | None,
+    extra: tuple[Any, ...] | None,
     scale: float,
     key_padding_mask: Tensor | None,
     softcap: float | None,
@@ -131,6 +143,8 @@ def _decode(
         scores = torch.bmm(keys.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2).contiguous()
     else:
         scores = torch.bmm(rows, keys)
+    if extra is not None:
+        add_key_scores(scores, rows, *extra)
     if softcap is not None:
         scores = scores.tanh_() * softcap
     if key_padding_mask is not None:
