@@ -51,6 +51,8 @@ class LoRASharedCache(Cache):
             first token is cached. An adapter that becomes active later joins, at the cost of one LR prefill.
         key_lr: whether what adapters on k_proj add to the keys is kept apart in rank r, as for values (the paper's appendix
             D.1). False: keys are shared whole, as the agent that ran a token first made them (the paper's main setting).
+        key_working_copy: keep the active agent's keys materialised, in one buffer for all agents: made anew at a hand-over,
+            extended as tokens come. Decoding then costs what it costs without LoRA on k_proj. Default: on a CPU.
         attention: ``"auto"``: attention runs in ``flash_lora_attention`` during forwards with this cache. ``"keep"``: in
             the model's own implementation, on values put together layer by layer (slower).
         backend: of ``flash_lora_attention``.
@@ -72,6 +74,7 @@ class LoRASharedCache(Cache):
         handover_window: int = 0,
         agents: Sequence[str] | None = None,
         key_lr: bool = True,
+        key_working_copy: bool | None = None,
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
@@ -97,6 +100,8 @@ class LoRASharedCache(Cache):
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
         self.roster = Roster(self.scheme, align, key_lr, list(agents) if agents is not None else None)
         self.rotary = RotaryStore()
+        on_cpu = self.binding.decoder.device.type == "cpu"
+        self.key_working_copy = on_cpu if key_working_copy is None else key_working_copy
         stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)
         count = max([stated, *(index + 1 for index in self.binding.layers)])
         place = torch.device("cpu") if offload else None
@@ -328,6 +333,7 @@ class LoRASharedCache(Cache):
         model: nn.Module,
         path: str | os.PathLike[str],
         *,
+        key_working_copy: bool | None = None,
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
@@ -338,7 +344,7 @@ class LoRASharedCache(Cache):
         Args:
             model: as for the constructor, with every adapter loaded that the saved cache serves.
             path: the folder.
-            attention, backend, reserve, offload: as for the constructor; scheme, agents and window are the saved cache's.
+            key_working_copy, attention, backend, reserve, offload: as for the constructor; the rest is the saved cache's.
 
         Raises:
             CacheFileError: nothing is saved there, or it is torn, truncated or changed.
@@ -347,7 +353,8 @@ class LoRASharedCache(Cache):
         manifest = read_manifest(path)
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
-            key_lr=manifest["key_lr"], attention=attention, backend=backend, reserve=reserve, offload=offload,
+            key_lr=manifest["key_lr"], key_working_copy=key_working_copy, attention=attention, backend=backend,
+            reserve=reserve, offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache
@@ -406,6 +413,8 @@ class LoRASharedCache(Cache):
     def _facts(self) -> dict[str, str]:
         report = self.memory_report()
         window = f", handover_window={self.handover_window}" if self.handover_window else ""
+        if self.scheme.splits_values and not self.roster.keys:
+            window += ", keys shared whole"
         share = f" ({report.in_use_bytes / report.unshared_bytes:.1%})" if report.unshared_bytes else ""
         return {
             "scheme": f"{self.scheme.name}{window}: {self.scheme.summary}",

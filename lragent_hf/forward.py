@@ -143,6 +143,8 @@ class Forward:
         b_k = self._fold_key(layer, key) if layer is not None and self.splits_keys else None
         parts = self._parts(store, stream, layer, b_k)
         whole = parts[-1] if parts else self._part(store, stream, layer, b_k, 0, plan.stop)
+        if not parts and layer is not None and whole.key is not None and self._works_on_copy(store, stream):
+            whole = whole._replace(k=self._working_keys(store, layer, whole), key=None)
         key, value = whole.k, whole.v
         if trained is not None:
             key = forbid_backward(key, trained)
@@ -171,6 +173,8 @@ class Forward:
         if self._give_back is not None:
             self._give_back()
         self.cache.roster, self.cache.ledger.lr = self.before
+        for layer in self.cache.layers:
+            layer.work.cut(self.plan.past)
         if self._narrow:
             for buffer, state in self._narrow:
                 buffer.restore(state)
@@ -273,6 +277,20 @@ class Forward:
                 cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
             key = KeyLR(k_lr, b_k, cos, sin, rotation is not None and rotation.interleaved)
         return Part(k, v, v_lr, key)
+
+    def _works_on_copy(self, store: SharedLayer, stream: Hashable) -> bool:
+        """Whether keys are materialised. Not for a fork, which would copy what it shares, nor for offloaded buffers."""
+        return self.cache.key_working_copy and store.device is None and not store.k[stream].prefix
+
+    def _working_keys(self, store: SharedLayer, layer: LayerBinding, whole: Part) -> Tensor:
+        """K of the agent that runs, of which what is missing is made of ``whole``."""
+        extra = whole.key
+        assert extra is not None
+
+        def make(start: int, stop: int) -> Tensor:
+            return whole.k[:, :, start:stop] + extra.between(start, stop).added()
+
+        return store.work.read(layer.k.places, extra.b, self.plan.stop, make)
 
     def _parts(
         self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None

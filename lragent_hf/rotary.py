@@ -77,7 +77,8 @@ def matches(rotation: Rotation, states: Tensor, key: Tensor, given: Angles | Non
     if turned.shape != key.shape:
         return False
     scale = states.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(key.dtype).tiny)
-    return bool(((turned - key).abs() <= 8 * torch.finfo(key.dtype).eps * scale).all())
+    eps = max(torch.finfo(key.dtype).eps, torch.finfo(torch.float32).eps)  # some turn in fp32 whatever their dtype
+    return bool(((turned - key).abs() <= 8 * eps * scale).all())
 
 
 def _candidates(states: Tensor, given: Angles | None) -> Iterator[Rotation]:

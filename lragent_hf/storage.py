@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .buffer import GrowableBuffer
+from .working import WorkingKeys
 
 __all__ = ["SharedLayer"]
 
@@ -29,6 +30,7 @@ class SharedLayer(CacheLayerMixin):
         self.v: dict[Hashable, GrowableBuffer] = {}
         self.lr: dict[Hashable, GrowableBuffer] = {}
         self.k_lr: dict[Hashable, GrowableBuffer] = {}
+        self.work = WorkingKeys()
         self.reserve, self.device = reserve, device
         self.home: torch.device | None = None  # where the rows come from
         # Weakly: buffers must die with their cache, not when the garbage collector gets round to it.
@@ -46,10 +48,13 @@ class SharedLayer(CacheLayerMixin):
         """Every buffer of the layer."""
         for _, group in self.groups():
             yield from group.values()
+        if self.work.buffer.capacity:
+            yield self.work.buffer
 
     def write_kv(self, stream: Hashable, start: int, key: Tensor, value: Tensor) -> None:
         """Store K and V [B, Hkv, q, D] of positions ``start`` and after."""
         self.home = key.device
+        self.work.cut(start)
         if stream not in self.k:
             self.k[stream], self.v[stream] = (GrowableBuffer(2, self.reserve, self.device) for _ in range(2))
         self.k[stream].write(start, key)
@@ -58,6 +63,7 @@ class SharedLayer(CacheLayerMixin):
     def write_lr(self, group: str, bank: Hashable, start: int, rows: Tensor) -> None:
         """Store LR rows [B, q, width] of positions ``start`` and after: of values ("lr") or of keys ("k_lr")."""
         buffers = self.group(group)
+        self.work.cut(start)
         if bank not in buffers:
             buffers[bank] = GrowableBuffer(1, self.reserve, self.device)
         buffers[bank].write(start, rows)
@@ -80,11 +86,13 @@ class SharedLayer(CacheLayerMixin):
         for name, group in self.groups():
             for key, buffer in group.items():
                 buffer.truncate(length_of(name, key))
+        self.work.cut(max((length_of("k", stream) for stream in self.k), default=0))
 
     def clear(self) -> None:
         """Give all storage back."""
         for _, group in self.groups():
             group.clear()
+        self.work = WorkingKeys()
 
     def copy(self, cache: Any) -> "SharedLayer":
         """A copy of all buffers, for another cache."""

@@ -350,6 +350,8 @@ def test_after_a_forward_the_model_holds_nothing_of_the_cache(scheme: str) -> No
     binding = cache.binding
     assert binding.forward is None
     for layer in binding.layers.values():
-        assert layer.v_out is None
         assert layer.reading is None
-        assert not layer.lr_rows
+        assert layer.angles is None
+        for site in layer.sites:
+            assert site.output is None
+            assert not site.rows

@@ -17,7 +17,9 @@ def main() -> None:
         "--context", type=int, default=1024, help="tokens of each long observation (default: 5.0k in all)"
     )
     command.add_argument("--shape", choices=sorted(trace.SHAPES), default="small", help="random weights of this shape")
-    command.add_argument("--only", nargs="+", choices=trace.CONTENDERS, help="these contenders only")
+    command.add_argument("--only", nargs="+", choices=[*trace.CONTENDERS, trace.NO_COPY], help="these contenders only")
+    command.add_argument("--modules", nargs="+", default=list(trace.MODULES), help="projections with LoRA")
+    command.add_argument("--rank", type=int, default=8)
     command.add_argument("--repeats", type=int, default=3)
     command.add_argument("--threads", type=int, default=None, help="torch threads")
     command.add_argument("--csv", type=Path, help="append one row a measurement to this file")

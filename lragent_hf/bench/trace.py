@@ -26,13 +26,16 @@ from ..cache import LoRASharedCache
 from ..schemes import SCHEMES
 from .stats import percentiles
 
-__all__ = ["CONTENDERS", "SHAPES", "run", "turns"]
+__all__ = ["CONTENDERS", "MODULES", "NO_COPY", "SHAPES", "run", "turns"]
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     "small": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2},
 }
+NO_COPY = "base_lr_shared_no_copy"
+"""``base_lr_shared`` with ``key_working_copy=False``: of interest with adapters on k_proj."""
 CONTENDERS = ("three_dynamic", "one_dynamic", *SCHEMES)
+MODULES = ("q_proj", "v_proj")
 _AGENTS = ("plan", "act", "reflect")
 
 
@@ -59,13 +62,20 @@ class Run:
 
 
 def run(
-    context: int, shape: str, only: list[str] | None, repeats: int, threads: int | None, csv: Path | None
+    context: int,
+    shape: str,
+    only: list[str] | None,
+    repeats: int,
+    threads: int | None,
+    csv: Path | None,
+    modules: list[str],
+    rank: int,
 ) -> dict[str, list[Run]]:
     """Verify all contenders, time them in turn, print medians and ratios, and append to a CSV if asked."""
     if threads:
         torch.set_num_threads(threads)
     contenders = only or list(CONTENDERS)
-    model = _model(shape)
+    model = _model(shape, modules, rank)
     tokens = torch.randint(0, model.config.vocab_size, (1, sum(a + b for _, a, b in turns(context))))
     _verify(model, contenders)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
@@ -75,22 +85,23 @@ def run(
             runs[name].append(_pass(model, _caches(model, name), turns(context), tokens))
             print(f"\r{repeat + 1}/{repeats} {name:20}", end="", flush=True)
     print(
-        f"\r{shape}, {tokens.shape[1]} tokens, 17 turns, {torch.get_num_threads()} threads, {repeats} interleaved repeats"
+        f"\r{shape}, {tokens.shape[1]} tokens, 17 turns, {torch.get_num_threads()} threads, {repeats} interleaved repeats, "
+        f"rank {rank} on {', '.join(modules)}"
     )
     _table(runs, tokens.shape[1])
     if csv is not None:
-        _append_csv(csv, runs, shape, tokens.shape[1])
+        _append_csv(csv, runs, f"{shape}, rank {rank} on {' '.join(modules)}", tokens.shape[1])
     return runs
 
 
-def _model(shape: str) -> Any:
-    """A Llama of the named shape with random weights and three agents (r = 8, q and v) that share A on v_proj."""
+def _model(shape: str, modules: list[str], rank: int) -> Any:
+    """A Llama of the named shape with random weights and three agents that share A on k_proj and v_proj."""
     torch.manual_seed(0)
     sizes = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=2048, intermediate_size=sizes["hidden_size"] * 3, max_position_embeddings=1 << 17, **sizes
     )
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules)
     model = get_peft_model(LlamaForCausalLM(config), lora, adapter_name=_AGENTS[0])
     for name in _AGENTS[1:]:
         model.add_adapter(name, lora)
@@ -98,7 +109,7 @@ def _model(shape: str) -> Any:
         if hasattr(module, "lora_B"):
             for adapter in _AGENTS:
                 torch.nn.init.normal_(module.lora_B[adapter].weight, std=0.02)
-                if name.endswith("v_proj"):
+                if name.endswith(("k_proj", "v_proj")):
                     module.lora_A[adapter].weight.data.copy_(module.lora_A[_AGENTS[0]].weight.data)
     return model.eval()
 
@@ -108,7 +119,12 @@ def _caches(model: Any, name: str) -> Callable[[str], Cache]:
     if name == "three_dynamic":
         own: dict[str, Cache] = {agent: DynamicCache() for agent in _AGENTS}
         return own.__getitem__
-    shared = DynamicCache() if name == "one_dynamic" else LoRASharedCache(model, scheme=name)
+    if name == "one_dynamic":
+        shared: Cache = DynamicCache()
+    elif name == NO_COPY:
+        shared = LoRASharedCache(model, scheme="base_lr_shared", key_working_copy=False)
+    else:
+        shared = LoRASharedCache(model, scheme=name)
     return lambda agent: shared
 
 
@@ -148,7 +164,8 @@ def _verify(model: Any, contenders: list[str]) -> None:
         elif name in ("one_dynamic", "full_shared"):
             want = _pass(model, _caches(model, "one_dynamic"), trace, tokens, keep=True).logits
         else:
-            cache = LoRASharedCache(model, scheme=name, backend="reference")
+            scheme = "base_lr_shared" if name == NO_COPY else name
+            cache = LoRASharedCache(model, scheme=scheme, backend="reference", key_working_copy=False)
             want = _pass(model, lambda agent, cache=cache: cache, trace, tokens, keep=True).logits  # type: ignore[misc]
         worst = max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
         scale = max(float(b.abs().max()) for b in want)
@@ -164,14 +181,14 @@ def _table(runs: dict[str, list[Run]], total: int) -> None:
     middle = {name: percentiles(group)[1] for name, group in rates.items()}
     against = [name for name in ("three_dynamic", "one_dynamic", "full_shared") if name in runs]
     print(
-        f"{'':16}{'tokens/s p20/p50/p80':>26}{'prefilled':>11}{'TTFT sum':>10}"
+        f"{'':23}{'tokens/s p20/p50/p80':>26}{'prefilled':>11}{'TTFT sum':>10}"
         + "".join(f"{'/ ' + n:>17}" for n in against)
     )
     for name, group in runs.items():
         low, mid, high = percentiles(rates[name])
         ttft = percentiles([run.prefill_seconds for run in group])[1]
         ratios = "".join(f"{middle[name] / middle[other]:>17.3f}" for other in against)
-        print(f"{name:16}{low:>10.0f}{mid:>8.0f}{high:>8.0f}{group[0].prefilled:>11}{ttft:>9.2f}s{ratios}")
+        print(f"{name:23}{low:>10.0f}{mid:>8.0f}{high:>8.0f}{group[0].prefilled:>11}{ttft:>9.2f}s{ratios}")
 
 
 def _append_csv(path: Path, runs: dict[str, list[Run]], shape: str, total: int) -> None:

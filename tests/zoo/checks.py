@@ -41,10 +41,11 @@ TURNS = (("plan", 30), ("plan", 34), ("act", 38), ("act", 39), ("plan", 43))
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an architecture ended: a kind (see ``KINDS``) and why it is not a better one."""
+    """How an architecture ended: a kind (see ``KINDS``), why it is not a better one, and whether keys can be split too."""
 
     kind: str
     reason: str = ""
+    keys: str = ""
 
 
 class NoReferenceError(Exception):
@@ -54,8 +55,8 @@ class NoReferenceError(Exception):
 class Subject:
     """One model with the agents plan and act, and its plain twins: the same in fp32, and in fp64 for the oracle."""
 
-    def __init__(self, model: nn.Module):
-        self.model = with_agents(model)
+    def __init__(self, model: nn.Module, keys: bool = False):
+        self.model = with_agents(model, keys)
         self._stock: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self.plain = copy.deepcopy(self.model)
         self.exact = copy.deepcopy(self.model).double()
@@ -108,11 +109,15 @@ def _dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.get_base_model().config)
 
 
-def with_agents(model: nn.Module) -> Any:
-    """LoRA of rank 4 with random B, on q_proj and v_proj where there are any, else on the first linear map of a layer."""
+def with_agents(model: nn.Module, keys: bool) -> Any:
+    """LoRA of rank 4 with random B, on q_proj and v_proj where there are any, else on the first linear map of a layer.
+
+    With ``keys`` on k_proj too.
+    """
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     names = [name.rpartition(".")[2] for name in linear if any(part.isdigit() for part in name.split("."))]
     targets = sorted({"q_proj", "v_proj"} & set(names)) if "v_proj" in names else names[:1]
+    targets += ["k_proj"] if keys else []
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     peft = get_peft_model(model, config, adapter_name="plan")
     peft.add_adapter("act", copy.copy(config))
@@ -164,9 +169,22 @@ def examine(model_type: str, attention: str | None = "eager", thorough: bool = T
         handed_over(subject, "base_shared", **options)
         _whole(subject, thorough)
     binding = LoRASharedCache(subject.model).binding
+    keys = _keys(model_type, attention, options)
     if not options and binding.can_switch_attention():
-        return Verdict("works")
-    return Verdict("keep", reason or _own_attention(binding))
+        return Verdict("works", keys=keys)
+    return Verdict("keep", reason or _own_attention(binding), keys)
+
+
+def _keys(model_type: str, attention: str | None, options: dict[str, Any]) -> str:
+    """Whether what adapters on k_proj add to the keys is kept apart: "yes", or the refusal; then keys are shared whole."""
+    subject = Subject(build(model_type, attention), keys=True)
+    try:
+        alone(subject, "base_lr_stacked", **options)
+    except LRAgentError as error:
+        whole = {"key_lr": False, **options}
+        alone(subject, "base_lr_stacked", **whole)
+        return one_line(error)
+    return "yes"
 
 
 def _unsplit(subject: Subject, reason: str, thorough: bool) -> Verdict:

@@ -18,6 +18,7 @@ SHORT = [
     (r"two attention modules for one layer", "two attention modules to a layer"),
     (r"layers that keep a state \((.*?)\)", r"layers that keep a state (\1)"),
     (r"changes values between v_proj and the cache", "values changed after `v_proj`"),
+    (r"does more to its keys than turn them", "keys are normalised, or turned otherwise"),
     (r"adapters sit inside", "`v_proj` wraps the layer that is adapted"),
     (r"has no v_proj to take its LR from", "layers run more than once a token"),
     (r"without storing anything for layer", "a layer that stores no K and V of the text"),
@@ -45,8 +46,11 @@ longer than windows and chunks; and after a hand-over, are they those of the sch
 "Not tried" is what cannot be compared: see the reason. A model made for images or sound too is tried with text alone.
 The command that writes this page is in `tests/zoo/table.py`; a test compares every row.
 
-| model type | class | | why |
-|---|---|---|---|
+The last column: whether what LoRA on `k_proj` adds to the keys can be kept apart too (`key_lr`, the default); else
+adapters with LoRA there need `key_lr=False`, which shares keys whole.
+
+| model type | class | | why | `k_proj` |
+|---|---|---|---|---|
 """
 
 
@@ -62,7 +66,8 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
 
 def row(model_type: str, verdict: Verdict) -> str:
     """One line of the table."""
-    return f"| {model_type} | {model_class(model_type)} | {verdict.kind} | {short(verdict.reason)} |"
+    cells = (model_type, model_class(model_type), verdict.kind, short(verdict.reason), short(verdict.keys))
+    return f"| {' | '.join(cells)} |"
 
 
 def short(reason: str) -> str:
@@ -78,7 +83,7 @@ def read() -> tuple[str, dict[str, str]]:
     """The transformers version of the page in docs/, and its rows by model type."""
     text = PAGE.read_text() if PAGE.exists() else ""
     version = re.search(r"in transformers ([\d.]+\d)", text)
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.count(" | ") == 3}
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.count(" | ") == 4}
     return (version[1] if version else ""), rows
 
 
