@@ -5,6 +5,7 @@ Importing registers nothing and patches nothing; ``LoRASharedCache(model)`` atta
 
 from ._compat import CACHE_ARG
 from .attention import flash_lora_attention
+from .audit import AgentTrajectory, Audit, Fidelity, audit
 from .binding import attach, detach
 from .cache import LoRASharedCache
 from .memory import MemoryReport, MemoryRow
@@ -15,11 +16,15 @@ __version__ = "0.1.0"
 __all__ = [
     "CACHE_ARG",
     "SCHEMES",
+    "AgentTrajectory",
+    "Audit",
+    "Fidelity",
     "LoRASharedCache",
     "MemoryReport",
     "MemoryRow",
     "Scheme",
     "attach",
+    "audit",
     "detach",
     "flash_lora_attention",
 ]

@@ -1,6 +1,7 @@
 """The only place that asks what the installed transformers looks like."""
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -30,11 +31,16 @@ def cache_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if kwargs.get(key) is not None:
             return kwargs[key]
     if args:  # positional: rare, only when a user calls the decoder by hand
-        parameters = list(inspect.signature(module.forward).parameters)
-        for key, value in zip(parameters, args, strict=False):
+        for key, value in zip(_parameters(type(module)), args, strict=False):
             if key in names:
                 return value
     return None
+
+
+@lru_cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    """Names of the arguments of ``forward``, without self."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def takes_cache(module: nn.Module) -> bool:

@@ -87,12 +87,15 @@ class ModelBinding:
 
     def agent(self) -> Agent:
         """The agent that would run now, read from the adapted layers themselves."""
+        probe = self._prober()
+        return () if probe is None else read_agent(probe)
+
+    def _prober(self) -> nn.Module | None:
+        """The adapted layer that tells who is active, if there is one."""
         probe = self._probe
         if probe is None or getattr(probe[0], probe[1], None) is not probe[2]:
             self._probe = probe = next(probes(self.decoder), None)
-        if probe is None:
-            return ()
-        return read_agent(probe[2])
+        return None if probe is None else probe[2]
 
     def adapters(self) -> list[str]:
         """Every LoRA adapter loaded, in order of loading."""
@@ -180,8 +183,8 @@ class ModelBinding:
                     inputs["attention_mask"] = self.entered["attention_mask"]
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
         self._end_mixed_batch()  # of a call that was interrupted after the decoder: none other leaves any
-        probe = next(probes(decoder), None)
-        self._mixed_hooks = mixed_hooks(self.outer) if probe is not None and is_mixed_batch(probe[2]) else []
+        probe = self._prober()
+        self._mixed_hooks = mixed_hooks(self.outer) if probe is not None and is_mixed_batch(probe) else []
         try:
             self.forward = cache.begin(self, keep_attention=keep, **inputs)
         except Exception:

@@ -26,7 +26,7 @@ class UnsupportedModelError(LRAgentError, ValueError):
 
 
 class UnsupportedAdapterError(LRAgentError, ValueError):
-    """An adapter cannot be split exactly (merged, DoRA, LoRA on k_proj, several trainable copies), or is not known."""
+    """An adapter cannot be split exactly (merged, DoRA on k_proj, several trainable copies), or is not known."""
 
 
 class SharedAMismatchError(UnsupportedAdapterError):

@@ -142,9 +142,12 @@ class Forward:
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
         b_k = self._fold_key(layer, key) if layer is not None and self.splits_keys else None
         parts = self._parts(store, stream, layer, b_k)
-        whole = parts[-1] if parts else self._part(store, stream, layer, b_k, 0, plan.stop)
-        if not parts and layer is not None and whole.key is not None and self._works_on_copy(store, stream):
-            whole = whole._replace(k=self._working_keys(store, layer, whole), key=None)
+        if parts:
+            whole = parts[-1]
+        elif layer is not None and b_k is not None and self._works_on_copy(store, stream):
+            whole = self._on_working_copy(store, stream, layer, b_k)
+        else:
+            whole = self._part(store, stream, layer, b_k, 0, plan.stop)
         key, value = whole.k, whole.v
         if trained is not None:
             key = forbid_backward(key, trained)
@@ -228,22 +231,24 @@ class Forward:
 
     def _fold_key(self, layer: LayerBinding, key: Tensor) -> Tensor | None:
         """The agent's B on K; stores the angles of the positions that are new, once per kind of layer."""
-        rotation, angles = layer.rotation or self.rotations.get(layer.index), layer.angles
-        if rotation is not None and rotation.form != "none" and angles is not None:
-            self._write_angles(layer, rotation.angles(angles))
+        rotation, given = layer.rotation or self.rotations.get(layer.index), layer.angles
+        if rotation is not None and rotation.form != "none" and given is not None:
+            known = self._angles.get((layer.kind, given[0].device))
+            if known is None or known[0] is not given[0]:
+                self._write_angles(layer, given, rotation.angles(given))
         b, _ = layer.k.fold(self.plan.agent, self.own, self.cache.roster.banks, key)
         return b
 
-    def _write_angles(self, layer: LayerBinding, angles: Angles) -> None:
+    def _write_angles(self, layer: LayerBinding, given: Angles, angles: Angles) -> None:
         group = layer.kind, angles[0].device
         known = self._angles.get(group)
         if known is not None:
-            if known[0].data_ptr() != angles[0].data_ptr() and not all(map(torch.equal, known, angles)):
+            if not all(map(torch.equal, known, given)):
                 raise UnsupportedModelError(
                     f"{layer.name} turns its keys by other angles than the layers of its kind before it. Use key_lr=False."
                 )
             return
-        self._angles[group] = angles
+        self._angles[group] = given
         first = self.plan.rotary_from
         rows = tuple(part[:, first - self.plan.past :].expand(self.step.rows, -1, -1) for part in angles)
         for buffer in self.cache.rotary.group(*group, self.cache.ledger.rotary):
@@ -268,29 +273,35 @@ class Forward:
         k, v = store.read("k", stream, stop, start), store.read("v", stream, stop, start)
         if layer is None:
             return Part(k, v)
-        v_lr, key = self._read_lr("lr", layer.v, store, start, stop), None
+        key = None if b_k is None else self._key_lr(store, layer, b_k, start, stop)
+        return Part(k, v, self._read_lr("lr", layer.v, store, start, stop), key)
+
+    def _key_lr(self, store: SharedLayer, layer: LayerBinding, b_k: Tensor, start: int, stop: int) -> KeyLR | None:
+        """What the agent's adapters add to the keys of positions ``start`` to ``stop``."""
         k_lr = self._read_lr("k_lr", layer.k, store, start, stop)
-        if k_lr is not None and b_k is not None:
-            rotation = layer.rotation or self.rotations[layer.index]
-            cos, sin = None, None
-            if rotation is not None and rotation.form != "none" and layer.angles is not None:
-                cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
-            key = KeyLR(k_lr, b_k, cos, sin, rotation is not None and rotation.interleaved)
-        return Part(k, v, v_lr, key)
+        if k_lr is None:
+            return None
+        rotation = layer.rotation or self.rotations[layer.index]
+        if rotation is None or rotation.form == "none" or layer.angles is None:
+            return KeyLR(k_lr, b_k)
+        cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
+        return KeyLR(k_lr, b_k, cos, sin, rotation.interleaved)
 
     def _works_on_copy(self, store: SharedLayer, stream: Hashable) -> bool:
         """Whether keys are materialised. Not for a fork, which would copy what it shares, nor for offloaded buffers."""
         return self.cache.key_working_copy and store.device is None and not store.k[stream].prefix
 
-    def _working_keys(self, store: SharedLayer, layer: LayerBinding, whole: Part) -> Tensor:
-        """K of the agent that runs, of which what is missing is made of ``whole``."""
-        extra = whole.key
-        assert extra is not None
+    def _on_working_copy(self, store: SharedLayer, stream: Hashable, layer: LayerBinding, b_k: Tensor) -> Part:
+        """All that the agent reads in this layer, with its own keys in place of K_base."""
 
         def make(start: int, stop: int) -> Tensor:
-            return whole.k[:, :, start:stop] + extra.between(start, stop).added()
+            extra = self._key_lr(store, layer, b_k, start, stop)
+            base = store.read("k", stream, stop, start)
+            return base if extra is None else extra.added().add_(base)
 
-        return store.work.read(layer.k.places, extra.b, self.plan.stop, make)
+        k = store.work.read(layer.k.places, b_k, self.plan.stop, make)
+        v_lr = self._read_lr("lr", layer.v, store, 0, self.plan.stop)
+        return Part(k, store.read("v", stream, self.plan.stop), v_lr)
 
     def _parts(
         self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None

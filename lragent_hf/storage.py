@@ -42,7 +42,8 @@ class SharedLayer(CacheLayerMixin):
 
     def group(self, name: str) -> dict[Hashable, GrowableBuffer]:
         """Buffers of that name."""
-        return dict(self.groups())[name]
+        found: dict[Hashable, GrowableBuffer] = getattr(self, name)
+        return found
 
     def buffers(self) -> Iterator[GrowableBuffer]:
         """Every buffer of the layer."""

@@ -1,6 +1,7 @@
 """LoRA on k_proj: K = rot(X W_k) + rot((X A_k) B_k), under every scheme, rotary layout and backend."""
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from tiny import (
     tokens,
     turn,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lragent_hf import LoRASharedCache
+from lragent_hf.attention import flash_lora_attention
 from lragent_hf.errors import (
     AdapterChangedError,
     CacheModelMismatchError,
@@ -265,3 +269,39 @@ def test_full_and_unshared_schemes_take_k_proj_as_it_is() -> None:
     stock, shared = DynamicCache(), LoRASharedCache(model, "full_shared")
     for agent, stop in (("plan", 14), ("act", 20)):
         assert_close(turn(model, shared, agent, IDS[:, :stop]), turn(model, stock, agent, IDS[:, :stop]))
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes that tensors made while it is open hold at most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        found = function(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor) and (store := one.untyped_storage())._cdata not in known:
+                key = id(store)
+                self.live[key] = store.nbytes()
+                weakref.finalize(store, self.live.pop, key, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return found
+
+
+def test_a_decode_step_without_working_copy_takes_no_memory_that_grows_with_the_keys() -> None:
+    """What key LR adds to the peak of one step of attention is no more at 16k keys than at 1k."""
+
+    def peak(length: int, keys: bool) -> int:
+        make = torch.Generator().manual_seed(0)
+        shapes = ((1, 8, 1, 64), (1, 2, length, 64), (1, 2, length, 64), (1, length, 4), (2, 4, 64), (length, 32))
+        q, k, v, lr, b, angles = (torch.randn(*shape, generator=make) for shape in shapes)
+        extra = {"k_lr": lr, "b_k": b, "cos": angles, "sin": angles} if keys else {}
+        with Peak() as mode:
+            flash_lora_attention(q, k, v, lr, b, backend="blockwise", **extra)
+        return mode.peak
+
+    added = [peak(length, True) - peak(length, False) for length in (1024, 16384)]
+    assert added[1] <= added[0] < 512 << 10, added  # K has 8 MiB at 16k

@@ -29,11 +29,6 @@ class KeyLR(NamedTuple):
         cos, sin = (None if part is None else part.to(dtype) for part in (self.cos, self.sin))
         return KeyLR(self.k_lr.to(dtype), self.b.to(dtype), cos, sin, self.interleaved)
 
-    def between(self, start: int, stop: int) -> KeyLR:
-        """Of positions ``start`` to ``stop``."""
-        cos, sin = (None if part is None else part[:, start:stop] for part in (self.cos, self.sin))
-        return KeyLR(self.k_lr[:, start:stop], self.b, cos, sin, self.interleaved)
-
     def added(self) -> Tensor:
         """rot(K_lr B) [B, Hkv, n, D]."""
         return rotated(self.k_lr.unsqueeze(1) @ self.b, self.cos, self.sin, self.interleaved)

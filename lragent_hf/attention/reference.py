@@ -66,13 +66,21 @@ def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool
     """
     if cos is None or sin is None:
         return x
-    cos, sin = (t.to(x.dtype)[..., None, :, :] for t in (cos, sin))  # [(B,) 1, L, Dr / 2]
-    turning, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-    pairs = turning.unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    axis = -1 if interleaved else -2
-    first, second = pairs.unbind(axis)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
-    return torch.cat((turned.flatten(-2), rest), -1)
+    cos, sin = cos.to(x.dtype).unsqueeze(-3), sin.to(x.dtype).unsqueeze(-3)  # [(B,) 1, L, Dr / 2]
+    width = cos.shape[-1]
+    turned = x.clone()
+    first, second = _pairs(x, width, interleaved)
+    new_first, new_second = _pairs(turned, width, interleaved)
+    new_first.mul_(cos).addcmul_(second, sin, value=-1)
+    new_second.mul_(cos).addcmul_(first, sin)
+    return turned
+
+
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second column of each of ``width`` pairs."""
+    if interleaved:
+        return x[..., 0 : 2 * width : 2], x[..., 1 : 2 * width : 2]
+    return x[..., :width], x[..., width : 2 * width]
 
 
 def _visible(
