@@ -2,7 +2,7 @@
 
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import DynamicCache, LlamaModel
@@ -31,7 +31,7 @@ def cache_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if kwargs.get(key) is not None:
             return kwargs[key]
     if args:  # positional: rare, only when a user calls the decoder by hand
-        for key, value in zip(_parameters(type(module)), args, strict=False):
+        for key, value in zip(_parameters(cast(Any, type(module))), args, strict=False):
             if key in names:
                 return value
     return None

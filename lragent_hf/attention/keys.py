@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["add_key_scores"]
 
-_TILE = 1024  # keys: the temporary of a tile is [B, _TILE, Hq R]
+_TILE = 1024  # keys: the temporary of a tile is [B, Hq R, _TILE]
 
 
 def add_key_scores(
@@ -35,19 +35,18 @@ def add_key_scores(
     width = 0 if cos is None else cos.shape[-1]
     q1, q2, q_rest = _pairs(grouped[..., None, :], width, interleaved)  # [B, Hkv, G, 1, n]
     b1, b2, b_rest = _pairs((b_k if b_k.dim() == 4 else b_k[None])[:, :, None], width, interleaved)  # [B, Hkv, 1, R, n]
-    by_cos, by_sin = (
-        part.flatten(1, 3).transpose(1, 2) for part in (q1 * b1 + q2 * b2, q2 * b1 - q1 * b2)
-    )  # [B, n, Hq R]
-    still = (q_rest * b_rest).sum(-1).flatten(1)[:, None]  # [B, 1, Hq R]
+    by_cos, by_sin = (part.flatten(1, 3) for part in (q1 * b1 + q2 * b2, q2 * b1 - q1 * b2))  # [B, Hq R, Dr / 2]
+    still = (q_rest * b_rest).sum(-1).flatten(1)[..., None]  # [B, Hq R, 1]
+    heads = scores.view(batch, -1, length)  # [B, Hq, Lk]
     for first in range(0, length, _TILE):
         last = min(first + _TILE, length)
-        tile = still.expand(-1, last - first, -1)
+        tile = still
         if cos is not None and sin is not None:
             for angles, part in ((cos, by_cos), (sin, by_sin)):
                 rows = angles[..., first:last, :].to(part.dtype).expand(batch, -1, -1)
-                tile = torch.baddbmm(tile, rows, part)
-        added = (tile.unflatten(-1, (-1, rank)) * k_lr[:, first:last, None]).sum(-1)  # [B, n, Hq]
-        scores[..., first:last] += added.transpose(1, 2).reshape(*scores.shape[:2], last - first)
+                tile = torch.baddbmm(tile, part, rows.transpose(1, 2))  # [B, Hq R, n]
+        low_rank = k_lr[:, first:last].transpose(1, 2)[:, None]  # [B, 1, R, n]
+        heads[..., first:last] += (tile.unflatten(1, (-1, rank)) * low_rank).sum(2)
 
 
 def _pairs(t: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
