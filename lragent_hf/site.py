@@ -60,9 +60,12 @@ class Site:
             return False
         if self._handle is not None:
             self._handle.remove()
-        self._hooked = module
-        self._handle = module.register_forward_hook(lambda _, args, output: project(self, args[0], output))
+        self._hooked, self._project = module, project
+        self._handle = module.register_forward_hook(self._ran)
         return True
+
+    def _ran(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return self._project(self, args[0], output)
 
     def detach(self) -> None:
         """Remove hook and tap."""

@@ -75,7 +75,9 @@ def agents_on(name: str, modules: Any = QKVO, shared: bool = False) -> PeftModel
     for agent, rank in (("plan", 5), ("act", 5), ("reflect", 5 if shared else 3)):
         chosen = LoraConfig(r=rank, lora_alpha=10, target_modules=modules)
         if model is None:
-            model = get_peft_model(AutoModelForCausalLM.from_config(cfg), chosen, adapter_name=agent)
+            model = get_peft_model(
+                AutoModelForCausalLM.from_config(cfg, attn_implementation="eager"), chosen, adapter_name=agent
+            )
         else:
             model.add_adapter(agent, chosen)
     assert model is not None
