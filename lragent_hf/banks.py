@@ -1,6 +1,6 @@
 """Banks: the A matrices whose X A is cached together, stacked so that one product writes them all."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from .adapters import lora_a
 
-__all__ = ["LRBank"]
+__all__ = ["LRBank", "Place"]
+
+Place = tuple[Hashable, tuple[int, int]]
+"""Where an adapter's LR lies: bank, and (first column, rank)."""
 
 
 @dataclass

@@ -193,9 +193,9 @@ class ModelBinding:
         self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
-                if self.forward.splits_keys:
+                if self.forward.keys is not None:
                     layer.listen()
-                for site in layer.sites if self.forward.splits_keys else (layer.v,):
+                for site in layer.sites if self.forward.keys is not None else (layer.v,):
                     site.tap.place(site.module, self.forward.plan.agent)
         if not self.forward.keep_attention:
             self._switch_attention()

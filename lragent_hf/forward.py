@@ -10,14 +10,14 @@ from torch.nn import functional
 
 from .agents import Mixed
 from .attention.interface import forbid_backward
-from .attention.parts import KeyLR, Part
+from .attention.parts import Part
 from .banks import LRBank
 from .buffer import GrowableBuffer
 from .errors import OutsideForwardError, UnsupportedModelError
+from .key_split import KeySplit
 from .layer import LayerBinding, Reading
 from .ledger import Plan
 from .mixed import take_over
-from .rotary import Angles, Rotation, find_rotation, matches
 from .site import Site, check_input
 from .storage import SharedLayer
 from .trajectory import Step
@@ -33,12 +33,12 @@ class Forward:
 
     Attributes:
         cache, plan, step: whose, what it reads and writes, what it brought.
-        splits, splits_keys: whether v_proj (k_proj) gives X W0 alone and the adapter's part comes from the LR cache.
+        splits: whether v_proj gives X W0 alone and the adapter's part comes from the LR cache.
+        keys: the same for k_proj, or ``None``: keys are stored whole.
         keep_attention: the model's own attention function runs, on V put together in `update`.
         backend: of `flash_lora_attention`.
         before: roster and LR lengths as they were, for `undo`.
         start: positions that a batch of rows with agents of their own takes over from these.
-        rotations: how layers turn their keys, as far as this forward tells.
         fresh: adapters are looked at again, whatever torch says of their being the same.
     """
 
@@ -56,7 +56,7 @@ class Forward:
         self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
         self.before, self.start = before, start
         self.splits = cache.scheme.splits_values
-        self.splits_keys = self.splits and cache.roster.splits_keys
+        self.keys = KeySplit(cache, plan, own, self._keep) if self.splits and cache.roster.splits_keys else None
         self.keep_attention = keep_attention
         self.backend = cache.backend
         self.fresh = step.count > 1 or plan.agent != cache.ledger.last
@@ -67,8 +67,6 @@ class Forward:
         self._updated: set[int] = set()
         self._narrow: list[tuple[GrowableBuffer, Any]] = []
         self._give_back: Callable[[], None] | None = None
-        self.rotations: dict[int, Rotation | None] = {}
-        self._angles: dict[tuple[str, torch.device], Angles] = {}
 
     def open(self) -> None:
         """Give a cache of one row as many as the forward brings (beam search expands its inputs, not the cache).
@@ -90,7 +88,7 @@ class Forward:
         Returns:
             What it is to give instead of ``output``: a copy that counts its in-place edits, where ``output`` does not.
         """
-        if not self.splits or (site.child == "k_proj" and not self.splits_keys):
+        if not self.splits or (site.child == "k_proj" and self.keys is None):
             return None
         check_input(site, x, self.step.rows, self.step.count)
         counted = None
@@ -122,8 +120,8 @@ class Forward:
                     f"Layer {index} has no v_proj to take its LR from. Use scheme='full_shared'."
                 )
             self._check_value(layer, value)
-            if self.splits_keys:
-                self._check_key(layer, key)
+            if self.keys is not None:
+                self.keys.check(layer, key)
         skip = plan.kv_from - plan.past
         if skip < key.shape[2]:
             if stream is None:  # an agent's own stream is only ever appended to
@@ -140,12 +138,13 @@ class Forward:
         self._updated.add(index)
         trained = next((states for states in (key, value) if states.requires_grad), None)
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
-        b_k = self._fold_key(layer, key) if layer is not None and self.splits_keys else None
+        b_k = self.keys.fold(layer, key) if layer is not None and self.keys is not None else None
         parts = self._parts(store, stream, layer, b_k)
         if parts:
             whole = parts[-1]
-        elif layer is not None and b_k is not None and self._works_on_copy(store, stream):
-            whole = self._on_working_copy(store, stream, layer, b_k)
+        elif layer is not None and self.keys is not None and b_k is not None and self.keys.works_on_copy(store, stream):
+            v_lr = store.read_lr("lr", layer.v.places, plan.stop)
+            whole = Part(self.keys.materialised(store, stream, layer, b_k), store.read("v", stream, plan.stop), v_lr)
         else:
             whole = self._part(store, stream, layer, b_k, 0, plan.stop)
         key, value = whole.k, whole.v
@@ -169,7 +168,7 @@ class Forward:
                 "not use the cache it was given. Nothing was kept."
             )
         self.cache.trajectory.append(self.step, self.conventions)  # may run out of memory: first
-        self.cache.ledger.commit(self.plan, angles=bool(self._angles))
+        self.cache.ledger.commit(self.plan, angles=self.keys is not None and bool(self.keys.angles))
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
@@ -195,30 +194,11 @@ class Forward:
     def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
         """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
         layer.v.check(self.plan.agent, self.own, self.cache.roster.banks)
-        states = layer.v.states(value.shape[1]) if _fits(layer.v, value) else None
+        states = layer.v.states(value)
         if states is None or not (states.data_ptr() == value.data_ptr() or torch.equal(states, value)):
             raise UnsupportedModelError(
                 f"{layer.name} changes values between v_proj and the cache (a norm, a clip, a rotation), so base and LR "
                 "do not add up there. Use scheme='full_shared' or 'non_shared'."
-            )
-
-    def _check_key(self, layer: LayerBinding, key: Tensor) -> None:
-        """K must be k_proj's output under the rotary embedding and nothing else; finds out how it turns."""
-        layer.k.check(self.plan.agent, self.own, self.cache.roster.banks)
-        states = layer.k.states(key.shape[1]) if _fits(layer.k, key) else None
-        fits = False
-        if states is not None and layer.rotation is not None:
-            fits = self.step.count == 1 or matches(layer.rotation, states, key, layer.angles)
-        elif states is not None:
-            self.rotations[layer.index], certain = find_rotation(states, key, layer.angles)
-            fits = self.rotations[layer.index] is not None
-            if certain:
-                layer.rotation = self.rotations[layer.index]
-        if not fits:
-            raise UnsupportedModelError(
-                f"{layer.name} does more to its keys than turn them by the position_embeddings it is given (a norm, a "
-                "clip, angles of its own), so what adapters add to them on k_proj cannot be kept apart. Use key_lr=False, "
-                "which shares keys whole, or scheme='full_shared' or 'non_shared'."
             )
 
     def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -228,37 +208,6 @@ class Forward:
         undo = None if gain is None else gain.undo
         b, constant = site.fold(self.plan.agent, self.own, self.cache.roster.banks, value, undo)
         return (b, constant, None) if gain is None else (b, gain.constant(constant), gain.total)
-
-    def _fold_key(self, layer: LayerBinding, key: Tensor) -> Tensor | None:
-        """The agent's B on K; stores the angles of the positions that are new, once per kind of layer."""
-        rotation, given = layer.rotation or self.rotations.get(layer.index), layer.angles
-        if rotation is not None and rotation.form != "none" and given is not None:
-            known = self._angles.get((layer.kind, given[0].device))
-            if known is None or known[0] is not given[0]:
-                self._write_angles(layer, given, rotation.angles(given))
-        b, _ = layer.k.fold(self.plan.agent, self.own, self.cache.roster.banks, key)
-        return b
-
-    def _write_angles(self, layer: LayerBinding, given: Angles, angles: Angles) -> None:
-        group = layer.kind, angles[0].device
-        known = self._angles.get(group)
-        if known is not None:
-            if not all(map(torch.equal, known, given)):
-                raise UnsupportedModelError(
-                    f"{layer.name} turns its keys by other angles than the layers of its kind before it. Use key_lr=False."
-                )
-            return
-        self._angles[group] = given
-        first = self.plan.rotary_from
-        rows = tuple(part[:, first - self.plan.past :].expand(self.step.rows, -1, -1) for part in angles)
-        for buffer in self.cache.rotary.group(*group, self.cache.ledger.rotary):
-            self._keep(buffer, first, self.cache.ledger.rotary)
-        if first < self.plan.stop:
-            self.cache.rotary.write(layer.kind, first, rows)  # type: ignore[arg-type]
-
-    def _read_lr(self, group: str, site: Site, store: SharedLayer, start: int, stop: int) -> Tensor | None:
-        slices = [store.read(group, key, stop, start)[..., first : first + rank] for key, (first, rank) in site.places]
-        return None if not slices else slices[0] if len(slices) == 1 else torch.cat(slices, -1)
 
     def _part(
         self,
@@ -273,35 +222,8 @@ class Forward:
         k, v = store.read("k", stream, stop, start), store.read("v", stream, stop, start)
         if layer is None:
             return Part(k, v)
-        key = None if b_k is None else self._key_lr(store, layer, b_k, start, stop)
-        return Part(k, v, self._read_lr("lr", layer.v, store, start, stop), key)
-
-    def _key_lr(self, store: SharedLayer, layer: LayerBinding, b_k: Tensor, start: int, stop: int) -> KeyLR | None:
-        """What the agent's adapters add to the keys of positions ``start`` to ``stop``."""
-        k_lr = self._read_lr("k_lr", layer.k, store, start, stop)
-        if k_lr is None:
-            return None
-        rotation = layer.rotation or self.rotations[layer.index]
-        if rotation is None or rotation.form == "none" or layer.angles is None:
-            return KeyLR(k_lr, b_k)
-        cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
-        return KeyLR(k_lr, b_k, cos, sin, rotation.interleaved)
-
-    def _works_on_copy(self, store: SharedLayer, stream: Hashable) -> bool:
-        """Whether keys are materialised. Not for a fork, which would copy what it shares, nor for offloaded buffers."""
-        return self.cache.key_working_copy and store.device is None and not store.k[stream].prefix
-
-    def _on_working_copy(self, store: SharedLayer, stream: Hashable, layer: LayerBinding, b_k: Tensor) -> Part:
-        """All that the agent reads in this layer, with its own keys in place of K_base."""
-
-        def make(start: int, stop: int) -> Tensor:
-            extra = self._key_lr(store, layer, b_k, start, stop)
-            base = store.read("k", stream, stop, start)
-            return base if extra is None else extra.added().add_(base)
-
-        k = store.work.read(layer.k.places, b_k, self.plan.stop, make)
-        v_lr = self._read_lr("lr", layer.v, store, 0, self.plan.stop)
-        return Part(k, store.read("v", stream, self.plan.stop), v_lr)
+        extra = None if self.keys is None or b_k is None else self.keys.added(store, layer, b_k, start, stop)
+        return Part(k, v, store.read_lr("lr", layer.v.places, stop, start), extra)
 
     def _parts(
         self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None
@@ -316,10 +238,6 @@ class Forward:
             return []
         bounds = [0, *cuts, self.plan.stop]
         return [self._part(store, stream, layer, b_k, start, stop) for start, stop in pairwise(bounds) if start < stop]
-
-
-def _fits(site: Site, states: Tensor) -> bool:
-    return site.output is not None and site.output.numel() == states.numel()
 
 
 def _reconstruct(key: Tensor, value: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,9 @@ from .errors import AdapterChangedError, UnsupportedAdapterError, UnsupportedMod
 from .tap import Tap
 
 if TYPE_CHECKING:
-    from .banks import LRBank
+    from .banks import LRBank, Place
 
-__all__ = ["Place", "Site"]
-
-Place = tuple[Hashable, tuple[int, int]]
-"""Where an adapter's LR lies: bank, and (first column, rank)."""
+__all__ = ["Site", "check_input"]
 
 
 class Site:
@@ -77,12 +74,12 @@ class Site:
         """The projection gave ``output``."""
         self.output, self._version = output, _version(output)
 
-    def states(self, heads: int) -> Tensor | None:
-        """The output as [B, heads, q, head_dim], or ``None`` if there is none, or it was edited since."""
+    def states(self, like: Tensor) -> Tensor | None:
+        """The output seen as ``like`` [B, H, q, D], or ``None`` if it is none of that size, or was edited since."""
         out = self.output
-        if out is None or self._version != _version(out):
+        if out is None or out.numel() != like.numel() or self._version != _version(out):
             return None
-        return out.view(*out.shape[:2], heads, -1).transpose(1, 2)
+        return out.view(*out.shape[:2], like.shape[1], -1).transpose(1, 2)
 
     def check(self, agent: Agent, own: Sequence[tuple[str, Hashable]], banks: Mapping[Hashable, "LRBank"]) -> None:
         """Every adapter the projection ran must have been kept out of it, and have its LR where it is looked for.

@@ -1,13 +1,14 @@
 """The buffers of one decoder layer, as transformers sees them."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .banks import Place
 from .buffer import GrowableBuffer
 from .working import WorkingKeys
 
@@ -73,6 +74,11 @@ class SharedLayer(CacheLayerMixin):
         """Positions ``start`` to ``stop`` of a buffer, where its rows came from: a view unless it is offloaded."""
         rows: Tensor = self.group(group)[key].read(stop, start)
         return rows if self.device is None or self.home is None else rows.to(self.home, non_blocking=True)
+
+    def read_lr(self, group: str, places: Sequence[Place], stop: int, start: int = 0) -> Tensor | None:
+        """LR [B, n, R] of these places, side by side: a view where there is one. ``None`` where there is none."""
+        slices = [self.read(group, key, stop, start)[..., first : first + rank] for key, (first, rank) in places]
+        return None if not slices else slices[0] if len(slices) == 1 else torch.cat(slices, -1)
 
     def fork(self, cache: Any, length_of: Callable[[str, Hashable], int]) -> "SharedLayer":
         """A layer for another cache that shares what is here; ``length_of(group, key)``: how much of a buffer is valid."""

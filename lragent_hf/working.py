@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .banks import Place
 from .buffer import GrowableBuffer
-from .site import Place
 
 __all__ = ["WorkingKeys"]
 
