@@ -4,7 +4,6 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from html import escape
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from .attention import BACKENDS
 from .binding import ModelBinding, attach
 from .buffer import GrowableBuffer
 from .checkpoint import read_cache, read_manifest, write_cache
+from .describe import as_html, as_text
 from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError, UnsupportedModelError
 from .forward import Forward
 from .ledger import Ledger
@@ -400,29 +400,10 @@ class LoRASharedCache(Cache):
         return memory_report(self)
 
     def __repr__(self) -> str:
-        facts = self._facts()
-        width = max(map(len, facts))
-        return "LoRASharedCache\n" + "\n".join(f"  {name:{width}}  {value}" for name, value in facts.items())
+        return as_text(self)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items()
-        )
-        return f"<table><caption>LoRASharedCache</caption>{rows}</table>{self.memory_report()._repr_html_()}"
-
-    def _facts(self) -> dict[str, str]:
-        report = self.memory_report()
-        window = f", handover_window={self.handover_window}" if self.handover_window else ""
-        if self.scheme.splits_values and not self.roster.keys:
-            window += ", keys shared whole"
-        share = f" ({report.in_use_bytes / report.unshared_bytes:.1%})" if report.unshared_bytes else ""
-        return {
-            "scheme": f"{self.scheme.name}{window}: {self.scheme.summary}",
-            "agents": ", ".join(f"{name} ({read:,})" for name, read in self.agents.items()) or "none yet",
-            "tokens": f"{self.ledger.total:,}" + (f" in {self.batch_size} rows" if self.batch_size > 1 else ""),
-            "bytes": f"{report.in_use_bytes:,} in use, {report.reserved_bytes:,} reserved",
-            "unshared": f"{report.unshared_bytes:,} bytes{share}",
-        }
+        return as_html(self)
 
     # --- who keeps what where ------------------------------------------------------------------------------------------
 
