@@ -160,17 +160,6 @@ def test_adapters_merged_between_forwards_are_refused(scheme: str, stop: int) ->
 
 
 @pytest.mark.parametrize("scheme", SPLITTING)
-def test_lora_on_k_proj_is_refused(scheme: str) -> None:
-    model = peft_model(adapters={"plan": {}, "act": {"target_modules": ["k_proj", "v_proj"]}}, shared=True)
-    not_made(model, scheme, UnsupportedAdapterError, "layers.0.self_attn.k_proj", "'act'", "full_shared", "non_shared")
-    model.set_adapter("act")
-    for whole in WHOLE:
-        assert_alone(model, LoRASharedCache(model, whole), IDS)
-    model.set_adapter("plan")
-    assert_alone(model, LoRASharedCache(model, scheme, agents=["plan"]), IDS)
-
-
-@pytest.mark.parametrize("scheme", SPLITTING)
 def test_trainable_copies_of_v_proj_are_refused(scheme: str) -> None:
     model = peft_model(adapters={"plan": {"target_modules": ["q_proj"], "modules_to_save": ["v_proj"]}})
     for module in model.modules():

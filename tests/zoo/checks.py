@@ -109,7 +109,7 @@ def _dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.get_base_model().config)
 
 
-def with_agents(model: nn.Module, keys: bool) -> Any:
+def with_agents(model: nn.Module, keys: bool = False) -> Any:
     """LoRA of rank 4 with random B, on q_proj and v_proj where there are any, else on the first linear map of a layer.
 
     With ``keys`` on k_proj too.
