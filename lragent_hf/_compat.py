@@ -12,6 +12,7 @@ __all__ = [
     "CACHE_ARG",
     "attn_implementation",
     "cache_argument",
+    "moving_angles",
     "set_attn_implementation",
     "sliding_window_of",
     "sliding_windows",
@@ -79,6 +80,17 @@ def sliding_window_of(mask_function: Any) -> int | bool | None:
 def sliding_windows(config: Any) -> list[int | None]:
     """The sliding (or chunk) window of each layer's stock cache, ``None`` where it keeps everything."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def moving_angles(config: Any) -> bool:
+    """Whether the rotary angles of a position change as the context grows (dynamic and longrope scaling)."""
+    found = [getattr(config, "rope_parameters", None) or {}]
+    while found:
+        one = found.pop()
+        if one.get("rope_type") in ("dynamic", "longrope"):
+            return True
+        found += [value for value in one.values() if isinstance(value, dict)]
+    return False
 
 
 def _closure(function: Any) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from torch import Tensor, nn
 
 from ._compat import CACHE_ARG
+from .adapters import tuner_layers
 from .binding import attach
 from .cache import LoRASharedCache
 from .errors import LRAgentError
@@ -94,8 +95,10 @@ class Audit:
         """The cheapest scheme and window with at most ``kl_budget`` nats a token: fewest tokens run, then fewest bytes.
 
         Raises:
-            ValueError: none is within it; says how near the best came.
+            ValueError: none is within it (says how near the best came), or none ran.
         """
+        if not self.rows:
+            raise ValueError(f"No scheme ran on these adapters: {self.refused}")
         within = [row for row in self.rows if row.kl <= kl_budget]
         if not within:
             best = min(self.rows, key=lambda row: row.kl)
@@ -158,8 +161,14 @@ def audit(
         An ``Audit``. A scheme that refuses these adapters (``base_lr_shared`` without a shared A) is in ``refused``.
 
     Raises:
-        ValueError: turns that do not fit their tokens, an unknown adapter, or not one token after a hand-over.
+        ValueError: turns that do not fit their tokens, an unknown adapter, or not one token after a hand-over; a model in
+            training mode, or with merged adapters.
     """
+    binding = attach(model)
+    if any(module.training for module in binding.decoder.modules()):
+        raise ValueError("The model is in training mode, and dropout is noise to what is compared. Call model.eval().")
+    if any(getattr(layer, "merged", False) for _, _, _, layer in tuner_layers(binding.decoder)):
+        raise ValueError("An adapter is merged, and switching agents would unmerge it. Call unmerge_adapter() first.")
     wanted = [resolve_scheme(scheme) for scheme in schemes]
     cases: list[tuple[Scheme, int]] = []
     refused: dict[str, str] = {}
@@ -171,16 +180,13 @@ def audit(
             except LRAgentError as error:
                 refused[scheme.name] = " ".join(str(error).split())
     sums = [_Sums() for _ in cases]
-    known = attach(model).adapters()
+    known = binding.adapters()
     for number, trajectory in enumerate(trajectories):
         _check(trajectory, number, known)
         reference = LoRASharedCache(model, SCHEMES["non_shared"])
         caches = [LoRASharedCache(model, scheme, handover_window=window, **options) for scheme, window in cases]
-        before = _active(model)
-        try:
+        with _Unchanged(model):
             _run(model, trajectory, reference, caches, sums)
-        finally:
-            _activate(model, before)
         for one, cache in zip(sums, caches, strict=True):
             one.cache_bytes.append(cache.memory_report().in_use_bytes)
     if cases and not sums[0].tokens:
@@ -269,17 +275,38 @@ def _turn(model: Any, cache: LoRASharedCache, ids: Tensor, keep: int) -> tuple[T
     """Run what the active agent has yet to read; logits [keep, V] of its last tokens, and how many it ran."""
     past = cache.get_seq_length()
     logits: Tensor = model(input_ids=ids[:, past:], logits_to_keep=keep, **{CACHE_ARG: cache}).logits
-    return logits[0], ids.shape[1] - past
+    return logits[0, -keep:], ids.shape[1] - past
 
 
-def _active(model: Any) -> Any:
-    """Who is active, for `_activate`."""
-    return list(attach(model).agent()) or None
+class _Unchanged:
+    """Leaves who is active, what is disabled and what is trainable as it was."""
+
+    def __init__(self, model: Any):
+        self.model, self.decoder = model, attach(model).decoder
+
+    def __enter__(self) -> None:
+        self.active = self.model.base_model.active_adapters if _is_peft(self.model) else None
+        layers = [layer for _, _, _, layer in tuner_layers(self.decoder)]
+        self.layers = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in layers]
+        self.trained = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+
+    def __exit__(self, *error: Any) -> None:
+        if self.active:
+            self.model.base_model.set_adapter(self.active)
+        for layer, names, disabled in self.layers:
+            layer.set_adapter(names)
+            layer.enable_adapters(not disabled)
+        for parameter, trained in self.trained:
+            parameter.requires_grad_(trained)
+
+
+def _is_peft(model: Any) -> bool:
+    return isinstance(model, PeftModel | PeftMixedModel)
 
 
 def _activate(model: Any, agent: Any) -> None:
     """Switch to an adapter, several, or (``None``) the base model."""
-    if isinstance(model, PeftModel):
+    if _is_peft(model):
         if agent is None:
             model.base_model.disable_adapter_layers()
             return

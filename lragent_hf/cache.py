@@ -481,4 +481,6 @@ class LoRASharedCache(Cache):
         follow_rows(self, rows)
         for buffer in self.buffers():
             buffer.select(rows)
+        for layer in self.layers:
+            layer.drop_work()
         self.trajectory.rows = rows.numel()

@@ -79,6 +79,8 @@ class Forward:
             for buffer, _ in self._narrow:
                 buffer.select(torch.zeros(self.step.rows, dtype=torch.long))
             record.rows = self.step.rows
+            for layer in self.cache.layers:
+                layer.drop_work()
         if self.start and isinstance(self.plan.agent, Mixed):
             self._give_back = take_over(self.cache, self.plan.agent, self.start)
 
@@ -152,7 +154,8 @@ class Forward:
             key = forbid_backward(key, trained)
         if layer is None or not (self.splits or parts):
             return key, value
-        reading = Reading(value, whole.v_lr, b, constant, gain, whole.key, parts)
+        known = key if parts or whole.key is not None else None
+        reading = Reading(value, whole.v_lr, b, constant, gain, whole.key, parts, known)
         if self.keep_attention:
             return _reconstruct(key, value, reading)
         layer.reading = reading
@@ -168,7 +171,9 @@ class Forward:
                 "not use the cache it was given. Nothing was kept."
             )
         self.cache.trajectory.append(self.step, self.conventions)  # may run out of memory: first
-        self.cache.ledger.commit(self.plan, angles=self.keys is not None and bool(self.keys.angles))
+        self.cache.ledger.commit(
+            self.plan, angles=self.keys is not None and self.keys.writes and bool(self.keys.angles)
+        )
 
     def undo(self) -> None:
         """Leave the cache as the last whole forward left it."""
@@ -177,6 +182,8 @@ class Forward:
         self.cache.roster, self.cache.ledger.lr = self.before
         for layer in self.cache.layers:
             layer.work.cut(self.plan.past)
+            if self._narrow:
+                layer.drop_work()
         if self._narrow:
             for buffer, state in self._narrow:
                 buffer.restore(state)

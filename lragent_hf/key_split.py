@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ._compat import moving_angles
 from .attention.parts import KeyLR
 from .buffer import GrowableBuffer
 from .errors import UnsupportedModelError
@@ -26,6 +27,8 @@ class KeySplit:
     Attributes:
         rotations: how layers turn their keys, as far as this forward tells.
         angles: (kind of layer, device) -> what the layers of it were given.
+        writes: whether angles are stored: like an LR they are right as a prefix, so not by who starts beyond it. Nobody
+            with LoRA on k_proj does.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class KeySplit:
         self.cache, self.plan, self.own, self._keep = cache, plan, own, keep
         self.rotations: dict[int, Rotation | None] = {}
         self.angles: dict[tuple[str, torch.device], Angles] = {}
+        self.writes = plan.past <= cache.ledger.rotary
 
     def check(self, layer: LayerBinding, key: Tensor) -> None:
         """K must be k_proj's output under the rotary embedding and nothing else; finds out how it turns."""
@@ -81,7 +85,10 @@ class KeySplit:
 
     def works_on_copy(self, store: SharedLayer, stream: Hashable) -> bool:
         """Whether keys are materialised. Not for a fork, which would copy what it shares, nor for offloaded buffers."""
-        return self.cache.key_working_copy and store.device is None and not store.k[stream].prefix
+        works = self.cache.key_working_copy and store.device in (None, store.home) and not store.k[stream].prefix
+        if not works:
+            store.drop_work()
+        return works
 
     def materialised(self, store: SharedLayer, stream: Hashable, layer: LayerBinding, b: Tensor) -> Tensor:
         """The agent's keys, K_base and what its adapters add, from the layer's working copy."""
@@ -108,8 +115,15 @@ class KeySplit:
                 )
             return
         self.angles[group] = given
+        if not self.writes:
+            return
         first, valid = self.plan.rotary_from, self.cache.ledger.rotary
-        for buffer in self.cache.rotary.group(*group, valid):
+        if self.cache.ledger.total > valid and moving_angles(self.cache.binding.decoder.config):
+            raise UnsupportedModelError(
+                f"{layer.name} turns keys by angles that change as the context grows, and what is cached was turned before "
+                "an adapter on k_proj joined. Name it in agents= from the start, or use key_lr=False."
+            )
+        for buffer in self.cache.rotary.group(*group, valid, angles[0].shape[-1]):
             self._keep(buffer, first, valid)
         if first < self.plan.stop:
             cos, sin = (part[:, first - self.plan.past :].expand(rows, -1, -1) for part in angles)

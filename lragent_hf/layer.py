@@ -27,6 +27,7 @@ class Reading(NamedTuple):
     ``key``: what it adds to the keys.
 
     ``value`` is V_base as `update` handed it out: attention over anything else would add the LR to the wrong thing.
+    ``k``: the K that goes with it, where something is added to keys too, or they are in parts.
     ``parts``: where the cache lies in several, all of it; ``value`` and the K with it are then the last part's.
     """
 
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
     gain: Tensor | None = None
     key: KeyLR | None = None
     parts: Sequence[Part] = ()
+    k: Tensor | None = None
 
 
 class LayerBinding:

@@ -138,8 +138,8 @@ class Ledger:
             self.streams[agent] = max(0, read - count)
         else:
             for bank in banks:
-                if self.lr.get(bank, 0) < self.total:
-                    self.lr[bank] = min(self.lr.get(bank, 0), max(0, read - count))
+                if bank in self.lr and self.lr[bank] < self.total:
+                    self.lr[bank] = min(self.lr[bank], max(0, read - count))
 
     def truncate(self, total: int) -> None:
         """Cut the trajectory to ``total`` positions for every agent."""

@@ -70,12 +70,12 @@ class MemoryReport:
         return sum(row.shared_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'part':8}{'agents':28}{'tokens':>8}{'in use':>14}{'reserved':>14}"]
+        lines = [f"{'part':18}{'agents':28}{'tokens':>8}{'in use':>14}{'reserved':>14}"]
         lines += [
-            f"{row.part:8}{row.owner:28.28}{row.tokens:>8}{row.in_use_bytes:>14,}{row.reserved_bytes:>14,}"
+            f"{row.part:18}{row.owner:28.28}{row.tokens:>8}{row.in_use_bytes:>14,}{row.reserved_bytes:>14,}"
             for row in self.rows
         ]
-        lines.append(f"{'all':8}{self.scheme:28}{'':8}{self.in_use_bytes:>14,}{self.reserved_bytes:>14,}")
+        lines.append(f"{'all':18}{self.scheme:28}{'':8}{self.in_use_bytes:>14,}{self.reserved_bytes:>14,}")
         lines.append(self._note())
         return "\n".join(lines)
 

@@ -77,8 +77,9 @@ def matches(rotation: Rotation, states: Tensor, key: Tensor, given: Angles | Non
     if turned.shape != key.shape:
         return False
     scale = states.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(key.dtype).tiny)
-    eps = max(torch.finfo(key.dtype).eps, torch.finfo(torch.float32).eps)  # some turn in fp32 whatever their dtype
-    return bool(((turned - key).abs() <= 8 * eps * scale).all())
+    # Some turn in fp32 whatever their dtype, and under autocast keys come in fp32 from half-precision projections.
+    eps = max(torch.finfo(dtype).eps for dtype in (key.dtype, states.dtype, torch.float32))
+    return bool(((turned - key).abs() <= 3 * eps * scale).all())
 
 
 def _candidates(states: Tensor, given: Angles | None) -> Iterator[Rotation]:
@@ -112,8 +113,12 @@ class RotaryStore:
         for pair in self.groups.values():
             yield from pair
 
-    def group(self, kind: str, device: torch.device, length: int) -> tuple[GrowableBuffer, GrowableBuffer]:
-        """cos and sin for layers of that kind on that device; the first ``length`` positions may come from another one."""
+    def group(self, kind: str, device: torch.device, length: int, width: int) -> tuple[GrowableBuffer, GrowableBuffer]:
+        """cos and sin of ``width`` pairs for layers of that kind on that device, right for ``length`` positions.
+
+        They may come from another device, or have been written at position 0, where it does not show how many pairs turn:
+        all their angles are the same there.
+        """
         found = self.groups.get((kind, device))
         if found is None:
             found = GrowableBuffer(1), GrowableBuffer(1)
@@ -122,15 +127,15 @@ class RotaryStore:
                 if length:
                     mine.write(0, theirs.read(length).to(device))
             self.groups[kind, device] = found
+        for buffer in found if length else ():
+            if (kept := buffer.read(length)).shape[-1] != width:
+                buffer.clear()
+                buffer.write(0, kept[..., :1].expand(-1, -1, width))
         return found
 
     def write(self, kind: str, start: int, angles: Angles) -> None:
         """Store the angles of positions ``start`` and after."""
-        for buffer, rows in zip(self.group(kind, angles[0].device, start), angles, strict=True):
-            if start and (kept := buffer.read(start)).shape[-1] != rows.shape[-1]:
-                # Written at position 0, where it does not show how many pairs turn: there all their angles are the same.
-                buffer.clear()
-                buffer.write(0, kept[..., :1].expand(-1, -1, rows.shape[-1]))
+        for buffer, rows in zip(self.group(kind, angles[0].device, start, angles[0].shape[-1]), angles, strict=True):
             buffer.write(start, rows)
 
     def read(self, kind: str, device: torch.device, stop: int, start: int = 0) -> Angles:

@@ -47,11 +47,9 @@ class SharedLayer(CacheLayerMixin):
         return found
 
     def buffers(self) -> Iterator[GrowableBuffer]:
-        """Every buffer of the layer."""
+        """Every buffer of the layer, but the working copy."""
         for _, group in self.groups():
             yield from group.values()
-        if self.work.buffer.capacity:
-            yield self.work.buffer
 
     def write_kv(self, stream: Hashable, start: int, key: Tensor, value: Tensor) -> None:
         """Store K and V [B, Hkv, q, D] of positions ``start`` and after."""
@@ -99,7 +97,12 @@ class SharedLayer(CacheLayerMixin):
         """Give all storage back."""
         for _, group in self.groups():
             group.clear()
-        self.work = WorkingKeys()
+        self.drop_work()
+
+    def drop_work(self) -> None:
+        """Let go of the working copy: it is made anew when it is asked for."""
+        if self.work.buffer.capacity:
+            self.work = WorkingKeys()
 
     def copy(self, cache: Any) -> "SharedLayer":
         """A copy of all buffers, for another cache."""
@@ -162,6 +165,7 @@ class SharedLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         self.device = device
+        self.drop_work()
         for buffer in self.buffers():
             buffer.move(device)
 

@@ -167,7 +167,7 @@ class NaiveRun:
 
         pairs = [(a(site, first), a(site, second)) for site in self._sites()]
         known = [(x, y) for x, y in pairs if x is not None or y is not None]
-        return first == second or all(x is not None and y is not None and torch.equal(x, y) for x, y in known)
+        return first == second or all(y is None or (x is not None and torch.equal(x, y)) for x, y in known)
 
     def _sites(self) -> list[Any]:
         return [part.v_proj for part in self.attention] + [part.k_proj for part in self.attention if self.keys]
@@ -233,9 +233,13 @@ class NaiveRun:
         if not split:
             return k, v
         k_proj = self.attention[index].k_proj
-        if self.keys and self.angles[index] is not None:
+        if self.keys and self.angles[index] is not None:  # kept as a prefix, like the base keys that they turned
             for store, rows in zip((self.cos, self.sin), self.angles[index], strict=True):
-                store[index][0] = _put(store[index].get(0), past, past, rows.expand(x.shape[0], -1, -1), 1)
+                old = store[index].get(0)
+                known = 0 if old is None else min(old.shape[1], self.n)
+                first = max(past, min(known, self.kv_from))
+                if past <= known and first < stop:
+                    store[index][0] = _put(old, first, past, rows.expand(x.shape[0], -1, -1), 1)
         adapters = agent if self.scheme == "base_shared" else tuple(self.known)
         for adapter in adapters:
             name = self._lr_key(agent, adapter)

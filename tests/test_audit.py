@@ -98,6 +98,29 @@ def test_it_leaves_the_model_as_it_was(agent: str | None) -> None:
     assert torch.equal(active(model, agent, audited), want)
 
 
+def test_it_leaves_the_agent_below_disabled_adapters_as_it_was() -> None:
+    model = peft_model()
+    model.set_adapter("plan")
+    want = run(model, DynamicCache(), IDS[None])
+    with model.disable_adapter():
+        audit(model, [TRAJECTORY], schemes=["full_shared"])
+    assert torch.equal(run(model, DynamicCache(), IDS[None]), want)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    audit(model, [TRAJECTORY], schemes=["full_shared"])
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_would_change_under_it_is_refused() -> None:
+    model = peft_model(lora_dropout=0.5).train()
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        audit(model, [TRAJECTORY])
+    model.eval()
+    model.merge_adapter(["plan"])
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        audit(model, [TRAJECTORY])
+
+
 def test_options_reach_the_caches() -> None:
     model = peft_model(config("qwen3"), target_modules=["k_proj", "v_proj"])
     with pytest.raises(ValueError, match="key_lr=False"):

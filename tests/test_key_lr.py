@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import NaiveRun, assert_turns, exact_twin
+from oracle import NaiveRun, activate, assert_turns, exact_twin
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import (
     SCHEMES,
@@ -18,17 +18,19 @@ from tiny import (
     base_model,
     config,
     peft_model,
+    raising,
     randomise,
     run,
     snapshot,
     tokens,
     turn,
+    write,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from lragent_hf import LoRASharedCache
+from lragent_hf import CACHE_ARG, LoRASharedCache
 from lragent_hf.attention import flash_lora_attention
 from lragent_hf.errors import (
     AdapterChangedError,
@@ -69,7 +71,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def agents_on(name: str, modules: Any = QKVO, shared: bool = False) -> PeftModel:
     """A tiny model of that layout with the agents plan, act and reflect."""
-    cfg = AutoConfig.for_model(name.split()[0], **SIZE, **LAYOUTS[name])
+    cfg = AutoConfig.for_model(name.split()[0], **{**SIZE, **LAYOUTS[name]})
     torch.manual_seed(0)
     model: PeftModel | None = None
     for agent, rank in (("plan", 5), ("act", 5), ("reflect", 5 if shared else 3)):
@@ -216,23 +218,133 @@ def test_forks_copies_and_saved_caches_turn_on(scheme: str, tmp_path: Path) -> N
     assert_close(turn(model, cache, "act", IDS[1:]), turn(model, stock, "act", IDS[1:]))
 
 
-def test_an_adapter_with_keys_that_joins_late_pays_one_prefill() -> None:
-    model = base_model(config()).double()
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), adapter_name="plan")
-    randomise(peft)
-    peft = peft.double().eval()
-    cache = LoRASharedCache(peft)
-    turn(peft, cache, "plan", IDS[:1, :20])
-    peft.add_adapter("act", LoraConfig(r=3, target_modules=["k_proj"]))
-    randomise(peft, only="act")
-    peft = peft.double().eval()
-    twin = exact_twin(peft)
-    naive = NaiveRun(twin, "base_lr_stacked", agents=("plan",))
-    for handle in naive.handles:
-        assert handle is not None
-    cache = LoRASharedCache(peft, agents=["plan"])
-    turns = [(("plan",), 12), (("act",), 20), (("plan",), 24), (("act",), 30)]
-    assert_turns(peft, cache, naive, IDS[:1], turns)
+@pytest.mark.parametrize("working", [False, True])
+def test_an_adapter_with_keys_that_joins_late_pays_one_prefill(working: bool) -> None:
+    """Loaded when tokens are cached: the module is replaced, the angles of what is there come with its prefill."""
+    model = get_peft_model(base_model(config()), LoraConfig(r=4, target_modules=["v_proj"]), adapter_name="plan")
+    randomise(model)
+    model = model.double().eval()
+    cache = LoRASharedCache(model, key_working_copy=working)
+    first = turn(model, cache, "plan", IDS[:1, :12])
+    model.add_adapter("act", LoraConfig(r=3, target_modules=["k_proj", "v_proj"]))
+    randomise(model, only="act")
+    model = model.double().eval()
+    naive = NaiveRun(exact_twin(model), "base_lr_stacked", agents=("plan",))
+    activate(naive.model, ("plan",))
+    assert_close(first, naive.forward(("plan",), IDS[:1, :12], torch.ones_like(IDS[:1, :12])))
+    assert_turns(model, cache, naive, IDS[:1], [(("act",), 20), (("plan",), 24), (("act",), 30)])
+
+
+@pytest.mark.parametrize("scheme", ["base_shared", "base_lr_stacked"])
+def test_angles_have_no_holes(scheme: str) -> None:
+    """One without LoRA on k_proj runs ahead while another has read only part: nothing of what lies between is known."""
+    adapters: dict[str, dict[str, Any]] = {"plan": {}, "act": {"target_modules": QKVO}}
+    model, ids = peft_model(adapters=adapters).double(), IDS[:1]
+    cache, naive = (
+        LoRASharedCache(model, scheme, agents=["plan"]),
+        NaiveRun(exact_twin(model), scheme, agents=("plan",)),
+    )
+    ones = torch.ones_like(ids)
+    for agent, start, stop in (("plan", 0, 20), ("act", 0, 10), ("plan", 20, 25), ("act", 10, 30)):
+        for each in (model, naive.model):
+            activate(each, (agent,))
+        assert cache.get_seq_length() == start == naive.length((agent,))
+        with torch.no_grad():
+            got = model(ids[:, start:stop], attention_mask=ones[:, :stop], **{CACHE_ARG: cache}).logits
+        assert_close(got, naive.forward((agent,), ids[:, start:stop], ones[:, :stop]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("first", ["plan", None])
+def test_a_failed_forward_leaves_no_working_copy_of_its_own(first: str | None, error: type[BaseException]) -> None:
+    """Beams expand a cache of one row; the forward fails in a later layer."""
+    model, ids = agents_on("llama"), IDS[:1]
+    caches = [LoRASharedCache(model, key_working_copy=working) for working in (True, False)]
+    want = []
+    for cache in caches:
+        turn(model, cache, first, ids[:, :20])
+        model.set_adapter("act")
+        layer = model.get_base_model().model.layers[1].mlp
+        with raising(layer, error("torn")), pytest.raises(error, match="torn"):
+            write(model, ids[:, :22], 3, cache, num_beams=3)
+        want.append(turn(model, cache, "act", ids[:, :24]))
+    assert_close(*want)
+
+
+def test_a_crop_by_one_who_never_ran_leaves_rows_as_they_are() -> None:
+    model = agents_on("llama")
+    cache = LoRASharedCache(model, "base_shared")
+    with torch.no_grad():
+        model(IDS[:, :10], adapter_names=["plan", "act"], **{CACHE_ARG: cache})
+    model.set_adapter("reflect")
+    cache.crop(-5)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.agents == {"[act, plan]": 10}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_turns_keys_in_another_dtype_than_it_projects_them(dtype: torch.dtype) -> None:
+    model = agents_on("llama")
+    got, want = [], []
+    for options in ({"key_working_copy": True}, {"key_working_copy": False}, {"attention": "keep"}):
+        cache, stock = LoRASharedCache(model, **options), DynamicCache()
+        with torch.autocast("cpu", dtype):
+            got.append(torch.cat([turn(model, cache, "plan", IDS[:1, :stop]) for stop in (12, 13, 20)], 1))
+            want.append(torch.cat([turn(model, stock, "plan", IDS[:1, :stop]) for stop in (12, 13, 20)], 1))
+    exact = turn(model, DynamicCache(), "plan", IDS[:1, :20])
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 8 * torch.finfo(dtype).eps
+
+
+def test_a_first_token_shows_less_pairs_than_turn() -> None:
+    """gpt_oss gives each angle once; at position 0 that looks like angles given twice, of half as many pairs."""
+    LAYOUTS["gpt_oss plain"] = LAYOUTS["gpt_oss"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    model = agents_on("gpt_oss plain")
+    del LAYOUTS["gpt_oss plain"]
+    cache, plain = LoRASharedCache(model, handover_window=8), LoRASharedCache(model, "non_shared")
+    for agent, stop in (("plan", 1), ("act", 6), ("plan", 8)):
+        got, want = (turn(model, each, agent, IDS[:1, :stop]) for each in (cache, plain))
+        assert_close(got[:, -1], want[:, -1])
+
+
+@pytest.mark.parametrize("scheme", ["base_shared", "base_lr_stacked"])
+def test_angles_that_move_as_the_context_grows(scheme: str) -> None:
+    """Keys stay as they were turned, as in any cache; what is added to them turns by the same angles."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    LAYOUTS["llama dynamic"] = {"rope_parameters": rope, "max_position_embeddings": 8}
+    model = agents_on("llama dynamic").double()
+    naive = NaiveRun(exact_twin(model), scheme)
+    assert_turns(
+        model, LoRASharedCache(model, scheme), naive, IDS[:1], [(("plan",), 12), (("act",), 18), (("plan",), 30)]
+    )
+    late = agents_on("llama dynamic")
+    del LAYOUTS["llama dynamic"]
+    cache = LoRASharedCache(late, scheme, agents=[])
+    turn(late, cache, None, IDS[:1, :12])
+    if scheme == "base_lr_stacked" or not cache.ledger.rotary:
+        with pytest.raises(UnsupportedModelError, match=r"agents="):
+            turn(late, cache, "act", IDS[:1, :18])
+
+
+def test_the_working_copy_is_let_go_of_where_it_is_not_used() -> None:
+    model = agents_on("llama")
+    cache = LoRASharedCache(model)
+
+    def parts() -> set[str]:
+        return {row.part for row in cache.memory_report().rows}
+
+    turn(model, cache, "plan", IDS[:, :20])
+    assert "K working copy" in parts()
+    cache.offload(0)
+    cache.offload(1)
+    assert "K working copy" not in parts()
+    turn(model, cache, "plan", IDS[:, :22])
+    assert "K working copy" in parts()  # on a CPU, where it was offloaded to
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    assert "K working copy" not in parts()
+    branch = cache.fork()
+    turn(model, branch, "plan", IDS[[1, 0], :26])
+    assert not any(layer.work.valid for layer in branch.layers)
 
 
 def test_an_edited_b_counts_from_the_next_token_for_every_key() -> None:

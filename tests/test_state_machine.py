@@ -31,7 +31,7 @@ VOCAB = 61
 def models(shared_a: bool, keys: bool) -> tuple[Any, Any, Any]:
     """One tiny Llama with GQA and four adapters, thrice: ours (fp32), and eager in fp32 and fp64 for the oracle.
 
-    With ``keys`` the adapters are on k_proj too (one on nothing else), and none is DoRA.
+    With ``keys`` two adapters are on k_proj too, one on nothing else.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -39,10 +39,14 @@ def models(shared_a: bool, keys: bool) -> tuple[Any, Any, Any]:
         num_key_value_heads=2, head_dim=6, max_position_embeddings=512, attn_implementation="eager",
     )  # fmt: skip
     base = LlamaForCausalLM(config)
-    modules = ["q_proj", "v_proj", "o_proj", "up_proj", *(["k_proj"] if keys else [])]
+    whole = ["q_proj", "v_proj", "o_proj", "up_proj"]
+    modules = [*whole, "k_proj"] if keys else whole
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=modules), adapter_name="plan")
     model.add_adapter("act", LoraConfig(r=4 if shared_a else 3, lora_alpha=6, target_modules=modules, use_rslora=True))
-    model.add_adapter("reflect", LoraConfig(r=4 if shared_a else 5, target_modules=modules, use_dora=not keys))
+    model.add_adapter(
+        "reflect",
+        LoraConfig(r=4 if shared_a else 5, target_modules=whole, use_dora=True),
+    )
     model.add_adapter("queries", LoraConfig(r=4 if shared_a else 2, target_modules=["k_proj" if keys else "q_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -178,9 +178,14 @@ def snapshot(cache: LoRASharedCache) -> dict[str, Any]:
                 length = ledger.total if stream is None else ledger.streams.get(stream, 0)
                 if length:
                     rows[index, part, stream] = raw(buffer.read(length))
-        for bank, buffer in layer.lr.items():
-            if ledger.lr.get(bank, 0):
-                rows[index, "lr", bank] = raw(buffer.read(ledger.lr[bank]))
+        for part, group in (("lr", layer.lr), ("k_lr", layer.k_lr)):
+            for bank, buffer in group.items():
+                if ledger.lr.get(bank, 0):
+                    rows[index, part, bank] = raw(buffer.read(ledger.lr[bank]))
+    for (kind, _), angles in cache.rotary.groups.items():
+        for part, buffer in zip(("cos", "sin"), angles, strict=True):
+            if ledger.rotary:
+                rows[kind, part, None] = raw(buffer.read(ledger.rotary))
     return {
         "rows": rows,
         "total": ledger.total,
@@ -188,6 +193,7 @@ def snapshot(cache: LoRASharedCache) -> dict[str, Any]:
         "lr": {key: length for key, length in ledger.lr.items() if length},
         "writers": list(ledger.writers),
         "progress": ledger.progress,
+        "rotary": ledger.rotary,
         "banks": list(cache.roster.banks),
         "turns": list(ledger.turns),
         "last": ledger.last,

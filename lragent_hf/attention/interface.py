@@ -104,7 +104,7 @@ def attention(
         backend = layer.owner.forward.backend
         query = forbid_backward(query, query)
         if layer.owner.forward.splits or layer.reading is not None:
-            _, v_lr, b, bias, gain, extra, parts = _take(layer, key, value)
+            _, v_lr, b, bias, gain, extra, parts, _ = _take(layer, key, value)
     # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
     if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
         key, value, v_lr, extra = join_parts(parts)
@@ -166,7 +166,7 @@ def _take(layer: Any, key: Tensor, value: Tensor) -> Any:
     """The `Reading` that `update` left for this layer's one attention over V_base."""
     reading, layer.reading = layer.reading, None
     same = reading is not None and reading.value.data_ptr() == value.data_ptr() and reading.value.shape == value.shape
-    if not same or (reading.parts and reading.parts[-1].k.data_ptr() != key.data_ptr()):
+    if not same or (reading.k is not None and reading.k.data_ptr() != key.data_ptr()):
         raise UnsupportedModelError(
             f"{layer.name} does not attend once to keys and values as the cache returned them, so the rest of them cannot "
             "be added on the way. Make the cache with attention='keep'."
