@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .plan import power_of_two
 
-__all__ = ["Cost", "flops", "unique_bytes"]
+__all__ = ["Cost", "flops", "key_bytes", "unique_bytes"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ def unique_bytes(batch: int, heads: int, kv_heads: int, Lq: int, Lk: int, D: int
     """Memory of Q, K, V_base and O against that of V_lr and B (one B for the batch), each once; no masks, no parts."""
     base = itemsize * D * (2 * batch * heads * Lq + 2 * batch * kv_heads * Lk)
     return Cost(base, itemsize * R * (batch * Lk + kv_heads * D))
+
+
+def key_bytes(batch: int, kv_heads: int, Lk: int, D: int, R: int, turning: int, itemsize: int) -> int:
+    """Memory of K_lr, B_k and the angles of `turning` columns (cos and sin, one for each pair, shared by the batch)."""
+    return itemsize * (R * (batch * Lk + kv_heads * D) + Lk * turning)
 
 
 def flops(batch: int, heads: int, pairs: int, rows: int, D: int, R: int, *, padded: bool = True) -> Cost:

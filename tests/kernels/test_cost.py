@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from lragent_hf.attention import flash_lora_attention
 from lragent_hf.kernels import launch
 from lragent_hf.kernels.configs import ARCHITECTURES
-from lragent_hf.kernels.cost import flops, unique_bytes
+from lragent_hf.kernels.cost import flops, key_bytes, unique_bytes
 from lragent_hf.kernels.plan import MAX_SPLITS, plan
 
 
@@ -72,6 +72,29 @@ def test_bytes_are_those_the_kernels_touch(shape):
     cost = unique_bytes(batch, heads, kv_heads, Lq, Lk, D, R, 2)
     assert counted["q"] + counted["k"] + counted["v_base"] + counted["out"] == cost.base
     assert counted["v_lr"] + counted["b"] == cost.low_rank
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 8, 1, 300, 128, 8, 128), (2, 4, 2, 5, 90, 64, 24, 32)], ids=str)
+def test_bytes_of_key_lr_are_those_the_kernels_touch(shape):
+    batch, heads, kv_heads, Lq, Lk, D, R, turning = shape
+    q, k, v = (torch.randn(batch, count, length, D) for count, length in ((heads, Lq), (kv_heads, Lk), (kv_heads, Lk)))
+    tensors = {
+        "k_lr": torch.randn(batch, Lk, R),
+        "b_k": torch.randn(kv_heads, R, D),
+        "cos": torch.randn(Lk, turning // 2),
+        "sin": torch.randn(Lk, turning // 2),
+    }
+    tensors = {name: t.half() for name, t in tensors.items()}
+    with Traffic(**tensors) as traffic:
+        flash_lora_attention(q.half(), k.half(), v.half(), **tensors, backend="triton")
+    counted = sum(traffic.bytes_of(name, 2) for name in tensors)
+    assert counted == key_bytes(batch, kv_heads, Lk, D, R, turning, 2)
+
+
+def test_what_key_lr_costs_on_llama_shapes():
+    base = unique_bytes(1, 32, 8, 1, 65536, 128, 8, 2).base
+    assert key_bytes(1, 8, 65536, 128, 8, 128, 2) / base < 0.07
+    assert key_bytes(8, 8, 65536, 128, 8, 128, 2) / (8 * base) < 0.012
 
 
 @pytest.mark.parametrize("Lk", [1024, 8192, 65536])
