@@ -111,6 +111,7 @@ class GrowableBuffer:
         """Positions from ``length`` on are not needed any more: what is shared with forks is let go of."""
         if length < self.frozen:
             self._part(length, keep_rest=False)
+            self.prefix = tuple(map(_without_the_rest, self.prefix))
 
     def fork(self, length: int) -> "GrowableBuffer":
         """A buffer that reads the first ``length`` positions from this one's storage, and writes into its own."""
@@ -127,8 +128,7 @@ class GrowableBuffer:
         """Keep batch rows ``rows`` (an index, repetitions allowed), in that order."""
         if self.capacity:
             whole = self.read(self.capacity)
-            self.clear()
-            self._replace(lambda: whole.index_select(0, rows.to(whole.device)))
+            self._become((), 0, lambda: whole.index_select(0, rows.to(whole.device)))
 
     def state(self) -> tuple[Any, ...]:
         """What `restore` needs to undo a `select`, which leaves the old tensors untouched."""
@@ -140,11 +140,10 @@ class GrowableBuffer:
 
     def move(self, device: torch.device) -> None:
         """Keep the tensor on ``device`` from now on. What is shared with forks moves as a copy."""
-        self.device = device
         if any(rows.device != device for rows in self._all_rows()):
             whole = self.read(self.capacity)
-            self.clear()
-            self._replace(lambda: whole.to(device))
+            self._become((), 0, lambda: whole.to(device))
+        self.device = device
 
     def nbytes(self, length: int) -> int:
         """Bytes that ``length`` positions take."""
@@ -156,9 +155,7 @@ class GrowableBuffer:
     def copy(self) -> "GrowableBuffer":
         """An independent copy. What is frozen stays so and is shared; the tail's storage is copied."""
         new = GrowableBuffer(self.dim, self.least, self.device)
-        new.prefix, new.start = self.prefix, self.start
-        if (data := self.data) is not None:
-            new._replace(data.clone)
+        new._become(self.prefix, self.start, None if self.data is None else self.data.clone)
         return new
 
     def _all_rows(self) -> Iterator[Tensor]:
@@ -183,10 +180,7 @@ class GrowableBuffer:
         """Positions below ``position`` become the prefix; those after it (a copy) the tail, or nothing."""
         rest = self.pieces(self.capacity, position) if keep_rest and position < self.capacity else None
         prefix = self._pieces_below(position)
-        self.clear()
-        self.prefix, self.start = prefix, position
-        if rest is not None:
-            self._replace(lambda: torch.cat(rest, self.dim))
+        self._become(prefix, position, None if rest is None else lambda: torch.cat(rest, self.dim))
 
     def _grow(self, like: Tensor, kept: int, needed: int) -> None:
         shape = list(like.shape)
@@ -199,6 +193,20 @@ class GrowableBuffer:
             data.narrow(self.dim, 0, kept).copy_(self.data.narrow(self.dim, 0, kept))
         self.data = data
 
-    def _replace(self, make: Callable[[], Tensor]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self.data = make()
+    def _become(self, prefix: tuple[Frozen, ...], start: int, make: Callable[[], Tensor] | None) -> None:
+        """Hold this from now on; if there is no memory for it, what was held before."""
+        data = None
+        if make is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                data = make()
+        self.clear()
+        self.prefix, self.start, self.data = prefix, start, data
+
+
+def _without_the_rest(piece: Frozen) -> Frozen:
+    """The piece in storage of its own, if it would keep much more than itself alive."""
+    needed = piece.rows.numel() * piece.rows.element_size()
+    if 2 * needed >= piece.rows.untyped_storage().nbytes():
+        return piece
+    with torch.inference_mode(False), torch.no_grad():
+        return Frozen(piece.rows.clone())

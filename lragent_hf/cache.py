@@ -85,6 +85,11 @@ class LoRASharedCache(Cache):
             raise ValueError(f"attention must be 'auto' or 'keep', not {attention!r}.")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, not {backend!r}.")
+        handover_window = operator.index(handover_window)
+        if isinstance(agents, str):
+            raise ValueError(f"agents is a list of names: agents=[{agents!r}].")
+        if reserve < 0:
+            raise ValueError(f"reserve counts positions, it cannot be {reserve}.")
         if handover_window < 0:
             raise ValueError(f"handover_window counts tokens, it cannot be {handover_window}.")
         if handover_window and not self.scheme.takes_window:
@@ -246,6 +251,9 @@ class LoRASharedCache(Cache):
             CacheModelMismatchError: neither one row nor as many as the cache holds.
         """
         self.binding.settle()
+        input_ids = torch.as_tensor(input_ids)
+        if not input_ids.numel() or input_ids.ndim > 2:
+            raise ValueError(f"align() takes tokens [L] or [B, L], at least one, not {input_ids!r:.60}.")
         input_ids = input_ids if input_ids.ndim == 2 else input_ids[None]
         if self.trajectory.rows is not None and input_ids.shape[0] not in (1, self.trajectory.rows):
             raise CacheModelMismatchError(
@@ -270,11 +278,15 @@ class LoRASharedCache(Cache):
             layer.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder batch rows, as beam search does: row i becomes what row ``beam_idx[i]`` was."""
+        """Reorder batch rows, as beam search does: row i becomes what row ``beam_idx[i]`` was.
+
+        This, and the two below, empty the cache if they are interrupted or run out of memory midway.
+        """
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep batch rows ``indices`` only (an index or a bool mask [B])."""
+        indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool:
             if indices.shape != (self.trajectory.rows or indices.numel(),):
                 raise ValueError(f"A mask of {list(indices.shape)} rows was given to a cache with {self.batch_size}.")
@@ -473,14 +485,18 @@ class LoRASharedCache(Cache):
         self.binding.settle()
         if self.trajectory.rows is None:
             return
-        if not rows.numel() or rows.is_floating_point():
+        if rows.ndim != 1 or not rows.numel() or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(f"Rows are chosen by an index or a bool mask that keeps at least one, not by {rows}.")
         if int(rows.min()) < -self.trajectory.rows or int(rows.max()) >= self.trajectory.rows:
             raise IndexError(f"rows {rows.tolist()} were asked of a cache with {self.trajectory.rows}")
-        rows = rows % self.trajectory.rows
+        rows = rows.long() % self.trajectory.rows
+        try:
+            for buffer in self.buffers():
+                buffer.select(rows)
+        except BaseException:  # out of memory, Ctrl-C. Keeping all rows to go back to would take the memory twice
+            self.reset()
+            raise
         follow_rows(self, rows)
-        for buffer in self.buffers():
-            buffer.select(rows)
         for layer in self.layers:
             layer.drop_work()
         self.trajectory.rows = rows.numel()

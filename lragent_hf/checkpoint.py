@@ -40,8 +40,8 @@ _MANIFEST, _TENSORS = "manifest.json", "cache.safetensors"
 
 def write_cache(cache: "LoRASharedCache", path: str | os.PathLike[str]) -> None:
     """Write ``cache`` to the folder ``path``. See ``LoRASharedCache.save``."""
-    target = Path(path)
-    if target.exists() and not (target / _MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+    target = Path(path).resolve()
+    if target.exists() and not _is_ours(target):
         raise FileExistsError(f"{target} exists and is not a saved cache: choose another folder, or remove it first.")
     tensors = dict(_tensors(cache))
     manifest = _manifest(cache)
@@ -57,6 +57,16 @@ def write_cache(cache: "LoRASharedCache", path: str | os.PathLike[str]) -> None:
         _exchange(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_ours(target: Path) -> bool:
+    """Whether a folder is empty, or a saved cache and nothing else."""
+    if not target.is_dir():
+        return False
+    names = {one.name for one in target.iterdir()}
+    if not names <= {_MANIFEST, _TENSORS}:
+        return False
+    return not names or (_MANIFEST in names and _FORMAT.encode() in (target / _MANIFEST).read_bytes())
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a saved cache must fit: digests of the base's v_proj and of each adapter's A, and the check against a model."""
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ def model_facts(cache: "LoRASharedCache") -> dict[str, Any]:
     return {
         "class": type(decoder).__name__,
         "dtype": str(decoder.dtype),
+        "rotary": json.loads(json.dumps(getattr(decoder.config, "rope_parameters", None), default=str)),
         "layers": len(cache.layers),
         "weights": {name: _digest(weight) for name, weight in weights.items()},
     }
@@ -53,7 +55,7 @@ def _a_digests(cache: "LoRASharedCache", adapter: str) -> dict[str, str]:
 def check_fits(cache: "LoRASharedCache", manifest: dict[str, Any]) -> None:
     """Raise unless model and adapters are those the cache was written with."""
     there, here = manifest["model"], model_facts(cache)
-    for fact in ("class", "layers", "dtype"):
+    for fact in ("class", "layers", "dtype", "rotary"):
         if there[fact] != here[fact]:
             raise CacheModelMismatchError(
                 f"The cache was saved from a model with {fact} {there[fact]}, this one has {here[fact]}. Load it with "

@@ -170,7 +170,11 @@ class Forward:
                 f"The forward ended without storing anything for layer(s) {sorted(missing or ()) or 'all'}: the model did "
                 "not use the cache it was given. Nothing was kept."
             )
-        self.cache.trajectory.append(self.step, self.conventions)  # may run out of memory: first
+        try:
+            self.cache.trajectory.append(self.step, self.conventions)
+        except BaseException:  # out of memory
+            self.undo()
+            raise
         self.cache.ledger.commit(
             self.plan, angles=self.keys is not None and self.keys.writes and bool(self.keys.angles)
         )

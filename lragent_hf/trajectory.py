@@ -90,25 +90,26 @@ class Trajectory:
 
     def append(self, step: Step, conventions: frozenset[str]) -> None:
         """Record the positions of ``step`` that are new; ``conventions`` is what ``check`` returned for it."""
-        self.conventions = conventions
         new = step.stop - self.total
-        self.rows = step.rows
         if new <= 0:
+            self.conventions, self.rows = conventions, step.rows
             return
         if step.tokens is None:
             tokens = torch.full((step.rows, new), _UNKNOWN, dtype=torch.int64, device=step.device)
-            if self.unknown_by is None:
-                self.unknown_by, self.unknown_from = step.agent, self.total
         else:
             tokens = step.tokens[:, -new:]
+        has_pads = self.has_pads
         if step.mask is None:
             bits = torch.ones((step.rows, new), dtype=torch.bool, device=step.device)
         else:
             bits = step.mask[:, -new:].bool()
-            self.has_pads = self.has_pads or not bool(bits.all())
+            has_pads = has_pads or not bool(bits.all())
         self.tokens.write(self.total, tokens.to(torch.int64))
         self.mask.write(self.total, bits)
-        self.total = step.stop
+        # Only now: what is above can run out of memory.
+        if step.tokens is None and self.unknown_by is None:
+            self.unknown_by, self.unknown_from = step.agent, self.total
+        self.conventions, self.rows, self.has_pads, self.total = conventions, step.rows, has_pads, step.stop
 
     def check(self, step: Step) -> frozenset[str]:
         """Raise unless ``step`` continues the record.
@@ -240,5 +241,6 @@ class Trajectory:
 
 _WAYS_OUT = (
     "Pass the whole trajectory's input_ids and attention_mask (generate() then runs what this agent has not read); if "
-    "the cache already holds all of them, call cache.align(input_ids) first."
+    "the cache already holds all of them, call cache.align(input_ids) first. Assisted decoding and prompt lookup feed the "
+    "prompt twice: they need an empty cache, cache.reset()."
 )

@@ -257,3 +257,69 @@ def test_buffers_against_plain_tensors(dim: int, seed: int) -> None:
         for buffer, plain in pairs:
             if plain.shape[dim]:
                 assert torch.equal(buffer.read(plain.shape[dim]), plain)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_out_of_memory_while_parting_from_a_fork_loses_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = peft_model(shared=True)
+    ids = tokens(16)
+    window = 8 if scheme in WITH_WINDOW else 0
+    cache = LoRASharedCache(model, scheme, handover_window=window)
+    turn(model, cache, "plan", ids[:, :12])
+    branch = cache.fork()
+    before = snapshot(cache)
+    become, calls = GrowableBuffer._become, []
+
+    def failing(self: GrowableBuffer, prefix: Any, start: int, make: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2 and make is not None:
+            make = failing_make
+        become(self, prefix, start, make)
+
+    def failing_make() -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(GrowableBuffer, "_become", failing)
+    try:
+        turn(model, cache, "act", ids[:, :6] if window else ids[:, :14])
+    except torch.OutOfMemoryError:
+        assert_same_state(snapshot(cache), before)
+    monkeypatch.undo()
+    alone = LoRASharedCache(model, scheme, handover_window=window)
+    turn(model, alone, "plan", ids[:, :12])
+    assert_close(turn(model, branch, "plan", ids), turn(model, alone, "plan", ids))
+
+
+def test_a_cut_gives_back_the_storage_that_a_branch_lent() -> None:
+    model = peft_model()
+    ids = tokens(600)
+    cache = LoRASharedCache(model)
+    turn(model, cache, "plan", ids)
+    branch = cache.fork()
+    cache.crop(-590)
+    del branch
+    gc.collect()
+    held = {
+        rows.untyped_storage().data_ptr(): rows.untyped_storage().nbytes()
+        for layer in cache.layers
+        for buffer in layer.buffers()
+        for rows in buffer._all_rows()
+    }
+    assert sum(held.values()) <= 2 * cache.memory_report().in_use_bytes
+
+
+@pytest.mark.parametrize("scheme", WITH_WINDOW)
+def test_out_of_memory_in_the_record_undoes_the_forward(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = peft_model(shared=True)
+    ids = tokens(14)
+    cache = LoRASharedCache(model, scheme, handover_window=4)
+    turn(model, cache, "plan", ids[:, :12])
+    before = snapshot(cache)
+
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(cache.trajectory, "append", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        turn(model, cache, "act", ids)
+    assert_same_state(snapshot(cache), before)

@@ -13,8 +13,10 @@ from oracle import NaiveRun
 from peft import PeftModel
 from tiny import SCHEMES, assert_close, assert_same_state, config, decoder_of, peft_model, run, snapshot, tokens
 from torch import Tensor
+from transformers import DynamicCache
 
 from lragent_hf import CACHE_ARG, LoRASharedCache
+from lragent_hf.buffer import GrowableBuffer
 from lragent_hf.errors import CacheModelMismatchError, LRAgentError, TrajectoryMismatchError
 
 IDS = tokens(60, rows=2, seed=4)
@@ -253,3 +255,49 @@ def test_kinds_of_errors(models: tuple[PeftModel, PeftModel]) -> None:
         forward(model, cache, IDS[:, 20:25], attention_mask=torch.ones(2, 20))
     with pytest.raises(CacheModelMismatchError):
         forward(model, cache, IDS[:1, 20:25].expand(3, -1))
+
+
+@pytest.mark.parametrize("operation", ["reorder", "select", "repeat"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_chosen_halfway_are_never_read(scheme: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the third buffer: the cache is empty then, not half in one order and half in another."""
+    model = peft_model(shared=True)
+    ids = tokens(14, rows=3)
+    cache = LoRASharedCache(model, scheme)
+    run(model, cache, ids[:, :10])
+    select, calls = GrowableBuffer.select, []
+
+    def failing(self: GrowableBuffer, rows: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        select(self, rows)
+
+    monkeypatch.setattr(GrowableBuffer, "select", failing)
+    rows = torch.tensor([2, 0, 1])
+    with pytest.raises(torch.OutOfMemoryError):
+        {
+            "reorder": lambda: cache.reorder_cache(rows),
+            "select": lambda: cache.batch_select_indices(rows),
+            "repeat": lambda: cache.batch_repeat_interleave(2),
+        }[operation]()
+    assert cache.get_seq_length() == 0
+    assert_close(run(model, cache, ids), run(model, DynamicCache(), ids))
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([2, 0, 1], dtype=torch.int16), torch.tensor([[0, 1]]), torch.tensor([True] * 3)]
+)
+def test_rows_are_an_index_of_any_integer_type(rows: torch.Tensor) -> None:
+    model = peft_model()
+    ids = tokens(14, rows=3)
+    cache = LoRASharedCache(model)
+    run(model, cache, ids[:, :10])
+    before = snapshot(cache)
+    if rows.dtype == torch.int16:
+        cache.reorder_cache(rows)
+        assert_close(run(model, cache, ids[rows.long()]), run(model, DynamicCache(), ids[rows.long()])[:, 10:])
+    else:
+        with pytest.raises(ValueError, match="Rows are chosen"):
+            cache.reorder_cache(rows)
+        assert_same_state(snapshot(cache), before)

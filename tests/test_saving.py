@@ -285,3 +285,31 @@ def test_a_model_with_fused_projections(tmp_path: Path) -> None:
     base.get_input_embeddings().weight.data[0, 0] += 1
     with pytest.raises(CacheModelMismatchError, match="input embedding"):
         LoRASharedCache.load(model, tmp_path / "cache")
+
+
+def test_what_is_not_all_ours_is_left_alone(tmp_path: Path) -> None:
+    """A manifest.json of somebody else's, and files beside a saved cache."""
+    model = peft_model()
+    cache = LoRASharedCache(model)
+    run(model, cache, IDS[:, :10])
+    cache.save(tmp_path / "saved")
+    (tmp_path / "saved" / "notes.txt").write_text("mine")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "an app"}')
+    for name in ("saved", "app"):
+        before = {one: one.read_bytes() for one in (tmp_path / name).iterdir()}
+        with pytest.raises(FileExistsError, match="not a saved cache"):
+            cache.save(tmp_path / name)
+        assert {one: one.read_bytes() for one in (tmp_path / name).iterdir()} == before
+
+
+def test_a_link_to_a_saved_cache_is_followed(tmp_path: Path) -> None:
+    model = peft_model()
+    cache = LoRASharedCache(model)
+    run(model, cache, IDS[:, :10])
+    cache.save(tmp_path / "saved")
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    run(model, cache, IDS[:, :12])
+    cache.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert LoRASharedCache.load(model, tmp_path / "saved").get_seq_length() == 12
