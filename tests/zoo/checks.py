@@ -126,12 +126,13 @@ def with_agents(model: nn.Module, keys: bool = False) -> Any:
     return peft.eval()
 
 
-def examine(model_type: str, attention: str | None = "eager", thorough: bool = True) -> Verdict:
+def examine(model_type: str, attention: str | None = "eager", thorough: bool = True, keys: bool = True) -> Verdict:
     """Ask everything of an architecture.
 
     Args:
         attention: the model's own attention implementation, ``None`` for its default.
         thorough: ask it of every scheme; else leave out what seldom fails where the rest passes.
+        keys: ask whether what adapters add to keys can be kept apart too.
 
     Raises:
         AssertionError: a wrong number, or a refusal that is none.
@@ -169,10 +170,10 @@ def examine(model_type: str, attention: str | None = "eager", thorough: bool = T
         handed_over(subject, "base_shared", **options)
         _whole(subject, thorough)
     binding = LoRASharedCache(subject.model).binding
-    keys = _keys(model_type, attention, options)
+    apart = _keys(model_type, attention, options) if keys else ""
     if not options and binding.can_switch_attention():
-        return Verdict("works", keys=keys)
-    return Verdict("keep", reason or _own_attention(binding), keys)
+        return Verdict("works", keys=apart)
+    return Verdict("keep", reason or _own_attention(binding), apart)
 
 
 def _keys(model_type: str, attention: str | None, options: dict[str, Any]) -> str:
