@@ -5,9 +5,10 @@ Importing registers nothing and patches nothing; ``LoRASharedCache(model)`` atta
 
 from ._compat import CACHE_ARG
 from .attention import flash_lora_attention
-from .audit import AgentTrajectory, Audit, Fidelity, audit
+from .audit import AgentTrajectory, audit
 from .binding import attach, detach
 from .cache import LoRASharedCache
+from .fidelity import Audit, Fidelity
 from .memory import MemoryReport, MemoryRow
 from .schemes import SCHEMES, Scheme
 

@@ -6,7 +6,6 @@ has read everything itself (``non_shared``, exact). The paper's numbers are of i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from .adapters import tuner_layers
 from .binding import attach
 from .cache import LoRASharedCache
 from .errors import LRAgentError
+from .fidelity import Audit, Fidelity
 from .schemes import SCHEMES, Scheme, resolve_scheme
 
-__all__ = ["AgentTrajectory", "Audit", "Fidelity", "audit"]
+__all__ = ["AgentTrajectory", "audit"]
 
 
 @dataclass(frozen=True)
@@ -35,108 +35,6 @@ class AgentTrajectory:
 
     input_ids: Tensor
     turns: Sequence[tuple[str | None, int]]
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """How one scheme did, over all tokens of turns after a hand-over.
-
-    Attributes:
-        scheme, handover_window: which.
-        tokens: predictions compared.
-        kl: mean KL(reference || scheme), nats a token.
-        agreement: share of tokens at which the most likely next token is the same.
-        nll, reference_nll: mean negative log-likelihood of the next token that is there, nats.
-        prefilled: tokens that agents ran in all, those of the first turn included.
-        cache_bytes: bytes in use at the end, mean over trajectories.
-        by_turn: mean KL of the first, second, ... turn after the first: whether the error grows.
-    """
-
-    scheme: str
-    handover_window: int
-    tokens: int
-    kl: float
-    agreement: float
-    nll: float
-    reference_nll: float
-    prefilled: int
-    cache_bytes: float
-    by_turn: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Audit:
-    """The result of ``audit``.
-
-    Attributes:
-        rows: one a scheme and window, in the order asked for.
-        refused: scheme -> why the library would not run it on these adapters.
-    """
-
-    rows: tuple[Fidelity, ...]
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def table(self) -> str:
-        """All rows in Markdown."""
-        head = "| scheme | window | KL, nats/token | top-1 agreement | NLL | NLL, reference | tokens run | MiB |"
-        lines = [head, "|---|---|---|---|---|---|---|---|"]
-        lines += [
-            f"| {row.scheme} | {row.handover_window} | {row.kl:.4f} | {row.agreement:.1%} | {row.nll:.3f} | "
-            f"{row.reference_nll:.3f} | {row.prefilled:,} | {row.cache_bytes / 2**20:.1f} |"
-            for row in self.rows
-        ]
-        lines += [f"| {name} | | refused: {reason} | | | | | |" for name, reason in self.refused.items()]
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def recommend(self, kl_budget: float) -> Fidelity:
-        """The cheapest scheme and window with at most ``kl_budget`` nats a token: fewest tokens run, then fewest bytes.
-
-        Raises:
-            ValueError: none is within it (says how near the best came), or none ran.
-        """
-        if not self.rows:
-            raise ValueError(f"No scheme ran on these adapters: {self.refused}")
-        within = [row for row in self.rows if row.kl <= kl_budget]
-        if not within:
-            best = min(self.rows, key=lambda row: row.kl)
-            raise ValueError(
-                f"No scheme is within {kl_budget} nats/token; {best.scheme} with handover_window={best.handover_window} "
-                f"comes nearest with {best.kl:.4f}. Audit larger windows (windows=), or use non_shared, which is exact."
-            )
-        return min(within, key=lambda row: (row.prefilled, row.cache_bytes, row.kl))
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """KL by turn, a line a scheme and window. Needs matplotlib.
-
-        Args:
-            path: written there if given (PNG, SVG, PDF by its ending).
-
-        Returns:
-            The figure.
-        """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise ImportError("Audit.plot() draws with matplotlib: pip install 'lragent_hf[plot]'.") from error
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for row in self.rows:
-            window = f", window {row.handover_window}" if row.handover_window else ""
-            turns = range(1, len(row.by_turn) + 1)
-            axes.plot(turns, row.by_turn, marker="o", label=f"{row.scheme}{window} ({row.kl:.3f})")
-        axes.set_xlabel("turn after the first")
-        axes.set_ylabel("KL to non_shared, nats/token")
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(fontsize="small")
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
 
 
 def audit(

@@ -16,14 +16,14 @@ Place = tuple[Hashable, tuple[int, int]]
 
 @dataclass
 class LRBank:
-    """The distinct A's of some adapters, layer by layer, and the columns of the LR cache that each one writes.
+    """The distinct A's of some adapters, projection by projection, and the columns of the LR cache that each one writes.
 
     Equal A's are stored once, so with a shared A a bank is as wide as one rank. The A's are copied: the LR cache stays
     what it says even if an adapter is edited or deleted, and comparing with the copy is the check that it was not.
 
     Attributes:
-        stacks: per layer, the A's stacked [width, d_in] (rows of zeros between blocks), or ``None`` without LoRA there.
-        columns: per layer, adapter -> (first column, rank).
+        stacks: per projection, the A's stacked [width, d_in] (zeros between blocks), or ``None`` without LoRA there.
+        columns: per projection, adapter -> (first column, rank).
     """
 
     align: int
@@ -31,15 +31,15 @@ class LRBank:
     columns: list[dict[str, tuple[int, int]]] = field(default_factory=list)
 
     @classmethod
-    def build(cls, v_projs: Sequence[nn.Module], adapters: Sequence[str], align: int) -> "LRBank":
-        """Stack the A's of ``adapters`` on each of ``v_projs``; blocks start at multiples of ``align`` columns."""
+    def build(cls, projections: Sequence[nn.Module], adapters: Sequence[str], align: int) -> "LRBank":
+        """Stack the A's of ``adapters`` on each of ``projections``; blocks start at multiples of ``align`` columns."""
         bank = cls(align)
-        for v_proj in v_projs:
+        for projection in projections:
             blocks: list[Tensor] = []
             columns: dict[str, tuple[int, int]] = {}
             width = 0
             for adapter in adapters:
-                a = lora_a(v_proj, adapter)
+                a = lora_a(projection, adapter)
                 if a is None:
                     continue
                 offset = 0
@@ -68,7 +68,7 @@ class LRBank:
         return list(dict.fromkeys(adapter for columns in self.columns for adapter in columns))
 
     def unshared(self) -> tuple[int, str, str] | None:
-        """The first layer where two adapters' A differ, and those two; ``None`` where A is shared everywhere."""
+        """Index of the first projection where two adapters' A differ, and those two; ``None`` where none do."""
         for index, columns in enumerate(self.columns):
             names = list(columns)
             for name in names[1:]:
@@ -76,24 +76,26 @@ class LRBank:
                     return index, names[0], name
         return None
 
-    def changed_layer(self, v_projs: Sequence[nn.Module], adapter: str) -> int | None:
-        """Index of the first layer where the adapter's A is no longer the one stacked here, or ``None``."""
-        for index, v_proj in enumerate(v_projs):
-            a, place = lora_a(v_proj, adapter), self.columns[index].get(adapter)
+    def changed(self, projections: Sequence[nn.Module], adapter: str) -> int | None:
+        """Index of the first projection where the adapter's A is no longer the one stacked here, or ``None``."""
+        for index, projection in enumerate(projections):
+            a, place = lora_a(projection, adapter), self.columns[index].get(adapter)
             if (a is None) != (place is None):
                 return index
             if a is not None and place is not None and not self._holds(index, place, a):
                 return index
         return None
 
-    def alias(self, v_projs: Sequence[nn.Module], adapter: str) -> tuple[list[dict[str, tuple[int, int]]], int | None]:
-        """Columns that already hold this adapter's A, per layer, and the first layer where none do (``None``: all do).
+    def alias(
+        self, projections: Sequence[nn.Module], adapter: str
+    ) -> tuple[list[dict[str, tuple[int, int]]], int | None]:
+        """Columns that already hold this adapter's A, per projection, and the first one where none do (``None``: all do).
 
         Changes nothing; ``join`` takes the columns over.
         """
         found: list[dict[str, tuple[int, int]]] = []
-        for index, v_proj in enumerate(v_projs):
-            a = lora_a(v_proj, adapter)
+        for index, projection in enumerate(projections):
+            a = lora_a(projection, adapter)
             if a is None:
                 found.append({})
                 continue

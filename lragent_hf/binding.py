@@ -7,7 +7,7 @@ Between forwards, and in forwards with any other cache, nothing is switched and 
 
 from typing import Any
 
-from peft import PeftMixedModel, PeftModel, PeftType
+from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,6 +16,7 @@ from . import _compat
 from .adapters import check_splittable, probes, tuner_layers
 from .agents import Agent, Mixed, agent_label, is_mixed_batch, mixed_hooks, read_agent, remove_hooks
 from .attention import interface
+from .decoder import find_decoder
 from .dora import check_no_dora, check_order
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 from .layer import ATTRIBUTE, LayerBinding
@@ -25,8 +26,6 @@ __all__ = ["ModelBinding", "attach", "detach"]
 
 # Architectures that read the mask, or V, themselves before they call the attention function.
 _OWN_SCORES = frozenset(("doge", "diffllama"))
-# Layers that keep something else than K and V: state that neither an agent nor a crop could be told apart in.
-_STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid")
 # Arguments of a model made for images or sound too that come with text alone.
 _TEXT = frozenset(
     ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "labels", "logits_to_keep")
@@ -194,7 +193,7 @@ class ModelBinding:
         if self.forward.splits:
             for layer in self.layers.values():
                 if self.forward.keys is not None:
-                    layer.listen()
+                    layer.split_keys()
                 for site in layer.sites if self.forward.keys is not None else (layer.v,):
                     site.tap.place(site.module, self.forward.plan.agent)
         if not self.forward.keep_attention:
@@ -240,12 +239,12 @@ class ModelBinding:
 
     def resolve(self) -> bool:
         """Renew the hooks on projections that were replaced. Returns whether any was."""
-        changed = [layer.resolve(self._project) for layer in self.layers.values()]
+        changed = [layer.resolve() for layer in self.layers.values()]
         if any(changed):
             self._probe = None
         return any(changed)
 
-    def _project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
+    def project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
         """Forward hook of a projection."""
         return None if self.forward is None else self.forward.project(site, x, output)
 
@@ -286,7 +285,7 @@ def attach(model: nn.Module) -> ModelBinding:
         UnsupportedModelError: no decoder is found, or the model is an encoder-decoder.
         UnsupportedAdapterError: prompt learning or X-LoRA, which change what a position is.
     """
-    decoder = _decoder(model)
+    decoder = find_decoder(model)
     binding = decoder.__dict__.get(ATTRIBUTE)
     if binding is not None:
         return binding
@@ -296,36 +295,6 @@ def attach(model: nn.Module) -> ModelBinding:
 
 def detach(model: nn.Module) -> None:
     """Take the library off a model: no hook and no variant is left. Caches made for it raise from then on."""
-    binding = _decoder(model).__dict__.get(ATTRIBUTE)
+    binding = find_decoder(model).__dict__.get(ATTRIBUTE)
     if binding is not None:
         binding.detach()
-
-
-def _decoder(model: nn.Module) -> PreTrainedModel:
-    if isinstance(model, PeftModel | PeftMixedModel):
-        for name, config in model.peft_config.items():
-            if config.is_prompt_learning or config.peft_type == PeftType.XLORA:
-                reason = "is prompt learning ({}), which puts virtual tokens into the cache"
-                if config.peft_type == PeftType.XLORA:
-                    reason = "is {}, which runs every forward twice and so would cache every token twice"
-                raise UnsupportedAdapterError(f"Adapter {name!r} {reason.format(config.peft_type)}. Use LoRA adapters.")
-        model = model.base_model.model
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"Expected a transformers model or a PeftModel, got {type(model).__name__}.")
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; only decoders are supported.")
-    decoder = model.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):
-        raise UnsupportedModelError(f"{type(model).__name__} names no decoder of its own.")
-    if not _compat.takes_cache(decoder):
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} takes no cache of keys and values, so there is none to share."
-        )
-    kinds = {str(kind) for kind in getattr(decoder.config, "layer_types", None) or ()}
-    stateful = sorted(kind for kind in kinds if any(word in kind for word in _STATEFUL))
-    if stateful or getattr(decoder, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} has layers that keep a state ({', '.join(stateful) or 'recurrent'}), which agents "
-            "cannot share by position. Use a model with attention layers only."
-        )
-    return decoder

@@ -121,7 +121,8 @@ class KeySplit:
         if self.cache.ledger.total > valid and moving_angles(self.cache.binding.decoder.config):
             raise UnsupportedModelError(
                 f"{layer.name} turns keys by angles that change as the context grows, and what is cached was turned before "
-                "an adapter on k_proj joined. Name it in agents= from the start, or use key_lr=False."
+                "an adapter on k_proj joined. Name it in agents= from the start (under base_shared: let it run first), or "
+                "use key_lr=False."
             )
         for buffer in self.cache.rotary.group(*group, valid, angles[0].shape[-1]):
             self._keep(buffer, first, valid)

@@ -1,6 +1,6 @@
 """One attention layer: its projections, and what passes between them, storage and attention during a forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -49,14 +49,14 @@ class LayerBinding:
         v, k: the projections whose adapters can be split off.
         reading: what `update` leaves for the attention function, which takes it.
         gains: the gains of adapters on v_proj that are DoRA.
-        angles: what the attention module was given as ``position_embeddings``, if someone listens.
+        angles: what the attention module was given as ``position_embeddings``, where keys are split.
         rotation: how it turns its keys, once that is known.
     """
 
     def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
         self.owner, self.index, self.name, self.attention = owner, index, name, attention
-        self.v = Site(attention, name, "v_proj", position)
-        self.k = Site(attention, name, "k_proj", position)
+        self.v = Site(attention, name, "v_proj", position, owner.project)
+        self.k = Site(attention, name, "k_proj", position, owner.project)
         kinds = getattr(owner.decoder.config, "layer_types", None) or ()
         self.kind: str = kinds[index] if index < len(kinds) else "all"
         self.gains = GainStore()
@@ -76,15 +76,16 @@ class LayerBinding:
         self.reading: Reading | None = None
         self.angles: Angles | None = None
 
-    def resolve(self, project: Callable[[Site, Tensor, Tensor], Tensor | None]) -> bool:
-        """Hook the projections as they are now. Returns whether one had changed."""
-        changed = [site.resolve(project) for site in self.sites]
+    def resolve(self) -> bool:
+        """Hook the projections as they are now (k_proj once keys are split). Returns whether one had changed."""
+        changed = [site.resolve() for site in (self.sites if self._listener is not None else (self.v,))]
         return any(changed)
 
-    def listen(self) -> None:
-        """Note the angles that the attention module is given, from the next forward on."""
+    def split_keys(self) -> None:
+        """From now on hook k_proj too, and note the angles that the attention module is given."""
         if self._listener is None:
             self._listener = self.attention.register_forward_pre_hook(self._hear, with_kwargs=True)
+            self.k.resolve()
 
     def detach(self) -> None:
         """Remove hooks, taps and the mark on the module."""

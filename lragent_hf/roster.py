@@ -37,6 +37,7 @@ class Roster:
     @property
     def splits_keys(self) -> bool:
         """Whether any adapter here has LoRA on k_proj that is kept apart from the keys."""
+        # `ModelBinding.sites`: the second half of a bank's lists is of k_proj.
         return self.keys and any(
             stack is not None for bank in self.banks.values() for stack in bank.stacks[len(bank.stacks) // 2 :]
         )
@@ -69,17 +70,17 @@ class Roster:
         for adapter in agent:
             if adapter in bank_of or all(lora_a(site, adapter) is None for site in sites):
                 continue
-            layer = 0
+            differs = 0
             for key, bank in banks.items():
                 columns, missing = bank.alias(sites, adapter)
                 if missing is None:
                     banks[key], bank_of[adapter] = bank.copy(), key
                     banks[key].join(columns)
                     break
-                layer = missing
+                differs = missing
             else:
                 if kind == "one_a" and bank_of:
-                    raise self._unequal(binding, layer, next(iter(bank_of)), adapter)
+                    raise self._unequal(binding, differs, next(iter(bank_of)), adapter)
                 bank_of[adapter] = len(banks)
                 banks[len(banks)] = LRBank.build(sites, [adapter], self.align)
         return new
@@ -106,7 +107,7 @@ class Roster:
     def check_unchanged(self, binding: ModelBinding, agent: Agent, ledger: Ledger) -> None:
         """Raise if an A of the agent is not the one that its LR was cached with."""
         for adapter, key in self.own(agent):
-            position = self.banks[key].changed_layer([site.module for site in binding.sites(self.keys)], adapter)
+            position = self.banks[key].changed([site.module for site in binding.sites(self.keys)], adapter)
             if position is not None:
                 raise AdapterChangedError(
                     f"A of adapter {adapter!r} at {binding.sites(self.keys)[position].name} is not the one its "

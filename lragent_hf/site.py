@@ -14,7 +14,10 @@ from .tap import Tap
 if TYPE_CHECKING:
     from .banks import LRBank, Place
 
-__all__ = ["Site", "check_input"]
+__all__ = ["Project", "Site", "check_input"]
+
+Project = Callable[["Site", Tensor, Tensor], Tensor | None]
+"""Takes a projection, its input and its output; returns what it is to give instead, or ``None``."""
 
 
 class Site:
@@ -29,8 +32,9 @@ class Site:
         places: where the LR of the agent's adapters lies.
     """
 
-    def __init__(self, attention: nn.Module, name: str, child: str, position: int):
+    def __init__(self, attention: nn.Module, name: str, child: str, position: int, project: Project):
         self.attention, self.name, self.child, self.position = attention, f"{name}.{child}", child, position
+        self._project = project
         self.tap = Tap()
         self._hooked: nn.Module | None = None
         self._handle: Any = None
@@ -50,14 +54,14 @@ class Site:
         self.places: list[Place] = []
         self.tap.passed = 0
 
-    def resolve(self, project: Callable[["Site", Tensor, Tensor], Tensor | None]) -> bool:
+    def resolve(self) -> bool:
         """Hook the projection as it is now (loading an adapter can replace it). Returns whether it had changed."""
         module = self.module
         if module is self._hooked:
             return False
         if self._handle is not None:
             self._handle.remove()
-        self._hooked, self._project = module, project
+        self._hooked = module
         self._handle = module.register_forward_hook(self._ran)
         return True
 

@@ -1,4 +1,4 @@
-"""The tap: PEFT's own extension point, used to keep an adapter's part out of v_proj's output."""
+"""The tap: PEFT's own extension point, used to keep an adapter's part out of a projection's output."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["Tap"]
 
 
 class Tap(LoraVariant):
-    """Stands in for the variant of each adapter that one v_proj is about to run. In place only while a forward splits.
+    """Stands in for the variant of each adapter that one projection is about to run. In place only while a forward splits.
 
     Attributes:
         replaced: adapter -> the variant whose place the tap took (DoRA's), ``None`` for plain LoRA.
-        passed: how many adapters were kept out of v_proj in this forward.
+        passed: how many adapters were kept out of it in this forward.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Tap(LoraVariant):
         self.passed = 0
         self._layer: LoraLayer | None = None
 
-    def place(self, v_proj: nn.Module | None, agent: Agent) -> None:
-        """Tap the adapters that ``v_proj`` is about to run as part of ``agent``."""
-        if isinstance(v_proj, LoraLayer) and not v_proj.disable_adapters:
-            self._layer = v_proj
-            for adapter in agent if is_mixed_batch(v_proj) else v_proj.active_adapters:
-                if adapter in v_proj.lora_A:
-                    self.replaced[adapter] = v_proj.lora_variant.get(adapter)
-                    v_proj.lora_variant[adapter] = self
+    def place(self, projection: nn.Module, agent: Agent) -> None:
+        """Tap the adapters that ``projection`` is about to run as part of ``agent``."""
+        if isinstance(projection, LoraLayer) and not projection.disable_adapters:
+            self._layer = projection
+            for adapter in agent if is_mixed_batch(projection) else projection.active_adapters:
+                if adapter in projection.lora_A:
+                    self.replaced[adapter] = projection.lora_variant.get(adapter)
+                    projection.lora_variant[adapter] = self
 
     def remove(self) -> None:
         """Put every variant back, unless the adapter was deleted or replaced by now."""

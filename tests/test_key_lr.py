@@ -69,9 +69,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def agents_on(name: str, modules: Any = QKVO, shared: bool = False) -> PeftModel:
-    """A tiny model of that layout with the agents plan, act and reflect."""
-    cfg = AutoConfig.for_model(name.split()[0], **{**SIZE, **LAYOUTS[name]})
+def agents_on(name: str, modules: Any = QKVO, shared: bool = False, **options: Any) -> PeftModel:
+    """A tiny model of that layout with the agents plan, act and reflect; ``options`` are its config's."""
+    cfg = AutoConfig.for_model(name.split()[0], **{**SIZE, **LAYOUTS.get(name, {}), **options})
     torch.manual_seed(0)
     model: PeftModel | None = None
     for agent, rank in (("plan", 5), ("act", 5), ("reflect", 5 if shared else 3)):
@@ -98,7 +98,8 @@ def test_every_rotary_layout_is_the_plain_definition(scheme: str, name: str, wor
     twin = exact_twin(model)
     naive = NaiveRun(twin, scheme)
     assert naive.keys
-    allowed = 1e-5 if name == "cohere" else 1e-9  # that one turns in fp32, whatever the model's dtype
+    # That one turns in fp32, whatever the model's dtype.
+    allowed = 64 * torch.finfo(torch.float32).eps if name == "cohere" else 1e-9
     cache = LoRASharedCache(model, scheme, key_working_copy=working)
     assert_turns(model, cache, naive, IDS, TURNS, MASK, allowed)
 
@@ -152,7 +153,6 @@ def test_keys_shared_whole_are_as_they_were_first_written(scheme: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_keys_that_are_normalised_are_refused_by_name_or_shared_whole(scheme: str, name: str) -> None:
-    LAYOUTS.setdefault(name, {})
     model = agents_on(name, shared=True)
     cache = LoRASharedCache(model, scheme)
     if scheme in SPLITTING:
@@ -162,7 +162,6 @@ def test_keys_that_are_normalised_are_refused_by_name_or_shared_whole(scheme: st
         assert_same_state(snapshot(cache), before)
         cache = LoRASharedCache(model, scheme, key_lr=False)
     assert_alone(model, cache, IDS)
-    del LAYOUTS[name]
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
@@ -298,9 +297,7 @@ def test_autocast_turns_keys_in_another_dtype_than_it_projects_them(dtype: torch
 
 def test_a_first_token_shows_less_pairs_than_turn() -> None:
     """gpt_oss gives each angle once; at position 0 that looks like angles given twice, of half as many pairs."""
-    LAYOUTS["gpt_oss plain"] = LAYOUTS["gpt_oss"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    model = agents_on("gpt_oss plain")
-    del LAYOUTS["gpt_oss plain"]
+    model = agents_on("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     cache, plain = LoRASharedCache(model, handover_window=8), LoRASharedCache(model, "non_shared")
     for agent, stop in (("plan", 1), ("act", 6), ("plan", 8)):
         got, want = (turn(model, each, agent, IDS[:1, :stop]) for each in (cache, plain))
@@ -311,19 +308,17 @@ def test_a_first_token_shows_less_pairs_than_turn() -> None:
 def test_angles_that_move_as_the_context_grows(scheme: str) -> None:
     """Keys stay as they were turned, as in any cache; what is added to them turns by the same angles."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    LAYOUTS["llama dynamic"] = {"rope_parameters": rope, "max_position_embeddings": 8}
-    model = agents_on("llama dynamic").double()
+    moving = {"rope_parameters": rope, "max_position_embeddings": 8}
+    model = agents_on("llama", **moving).double()
     naive = NaiveRun(exact_twin(model), scheme)
     assert_turns(
         model, LoRASharedCache(model, scheme), naive, IDS[:1], [(("plan",), 12), (("act",), 18), (("plan",), 30)]
     )
-    late = agents_on("llama dynamic")
-    del LAYOUTS["llama dynamic"]
+    late = agents_on("llama", **moving)
     cache = LoRASharedCache(late, scheme, agents=[])
     turn(late, cache, None, IDS[:1, :12])
-    if scheme == "base_lr_stacked" or not cache.ledger.rotary:
-        with pytest.raises(UnsupportedModelError, match=r"agents="):
-            turn(late, cache, "act", IDS[:1, :18])
+    with pytest.raises(UnsupportedModelError, match=r"agents="):
+        turn(late, cache, "act", IDS[:1, :18])
 
 
 def test_the_working_copy_is_let_go_of_where_it_is_not_used() -> None:

@@ -40,7 +40,7 @@ def test_so_it_is_under_every_scheme(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_so_it_is_with_the_attention_that_the_model_takes_by_default(name: str) -> None:
-    verdict = examine(name, attention=None, thorough=False, keys=False)
+    verdict = examine(name, attention=None, keys=False)
     if SAME and "needs " not in ROWS[name]:
         assert ROWS[name].split(" | ")[2] == verdict.kind
 

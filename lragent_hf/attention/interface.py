@@ -104,7 +104,9 @@ def attention(
         backend = layer.owner.forward.backend
         query = forbid_backward(query, query)
         if layer.owner.forward.splits or layer.reading is not None:
-            _, v_lr, b, bias, gain, extra, parts, _ = _take(layer, key, value)
+            reading = _take(layer, key, value)
+            v_lr, b, bias, gain = reading.v_lr, reading.b, reading.bias, reading.gain
+            extra, parts = reading.key, reading.parts
     # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
     if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
         key, value, v_lr, extra = join_parts(parts)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lragent_hf.attention.reference import column_pairs
+
 __all__ = ["add_key_scores"]
 
 _TILE = 1024  # keys: the temporary of a tile is [B, Hq R, _TILE]
@@ -33,10 +35,12 @@ def add_key_scores(
     batch, length, rank = k_lr.shape
     grouped = q.view(batch, -1, *q.shape[1:])  # [B, Hkv, G, D]
     width = 0 if cos is None else cos.shape[-1]
-    q1, q2, q_rest = _pairs(grouped[..., None, :], width, interleaved)  # [B, Hkv, G, 1, n]
-    b1, b2, b_rest = _pairs((b_k if b_k.dim() == 4 else b_k[None])[:, :, None], width, interleaved)  # [B, Hkv, 1, R, n]
+    each_q = grouped[..., None, :]  # [B, Hkv, G, 1, D]
+    each_b = (b_k if b_k.dim() == 4 else b_k[None])[:, :, None]  # [B or 1, Hkv, 1, R, D]
+    q1, q2 = column_pairs(each_q, width, interleaved)
+    b1, b2 = column_pairs(each_b, width, interleaved)
     by_cos, by_sin = (part.flatten(1, 3) for part in (q1 * b1 + q2 * b2, q2 * b1 - q1 * b2))  # [B, Hq R, Dr / 2]
-    still = (q_rest * b_rest).sum(-1).flatten(1)[..., None]  # [B, Hq R, 1]
+    still = (each_q[..., 2 * width :] * each_b[..., 2 * width :]).sum(-1).flatten(1)[..., None]  # [B, Hq R, 1]
     heads = scores.view(batch, -1, length)  # [B, Hq, Lk]
     for first in range(0, length, _TILE):
         last = min(first + _TILE, length)
@@ -47,11 +51,3 @@ def add_key_scores(
                 tile = torch.baddbmm(tile, part, rows.transpose(1, 2))  # [B, Hq R, n]
         low_rank = k_lr[:, first:last].transpose(1, 2)[:, None]  # [B, 1, R, n]
         heads[..., first:last] += (tile.unflatten(1, (-1, rank)) * low_rank).sum(2)
-
-
-def _pairs(t: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """First and second column of each of ``width`` pairs, and the columns that do not turn."""
-    turning, rest = t[..., : 2 * width], t[..., 2 * width :]
-    if interleaved:
-        return turning[..., ::2], turning[..., 1::2], rest
-    return turning[..., :width], turning[..., width:], rest

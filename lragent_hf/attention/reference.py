@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["reference_attention", "rotated"]
+__all__ = ["column_pairs", "reference_attention", "rotated"]
 
 
 def reference_attention(
@@ -69,14 +69,14 @@ def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool
     cos, sin = cos.to(x.dtype).unsqueeze(-3), sin.to(x.dtype).unsqueeze(-3)  # [(B,) 1, L, Dr / 2]
     width = cos.shape[-1]
     turned = x.clone()
-    first, second = _pairs(x, width, interleaved)
-    new_first, new_second = _pairs(turned, width, interleaved)
+    first, second = column_pairs(x, width, interleaved)
+    new_first, new_second = column_pairs(turned, width, interleaved)
     new_first.mul_(cos).addcmul_(second, sin, value=-1)
     new_second.mul_(cos).addcmul_(first, sin)
     return turned
 
 
-def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+def column_pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and the second column of each of ``width`` pairs."""
     if interleaved:
         return x[..., 0 : 2 * width : 2], x[..., 1 : 2 * width : 2]
