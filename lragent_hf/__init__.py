@@ -8,14 +8,16 @@ from .attention import flash_lora_attention
 from .audit import AgentTrajectory, audit
 from .binding import attach, detach
 from .cache import LoRASharedCache
+from .droidspeak import droidspeak_layers
 from .fidelity import Audit, Fidelity
 from .memory import MemoryReport, MemoryRow
-from .schemes import SCHEMES, Scheme
+from .schemes import DROIDSPEAK_LAYERS, SCHEMES, Scheme
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CACHE_ARG",
+    "DROIDSPEAK_LAYERS",
     "SCHEMES",
     "AgentTrajectory",
     "Audit",
@@ -27,5 +29,6 @@ __all__ = [
     "attach",
     "audit",
     "detach",
+    "droidspeak_layers",
     "flash_lora_attention",
 ]

@@ -204,6 +204,7 @@ class ModelBinding:
         forward, self.forward = self.forward, None
         if forward is None:
             return
+        forward.close()
         for config, name in self._switched:
             _compat.set_attn_implementation(config, name)
         self._switched.clear()

@@ -18,6 +18,7 @@ from .checkpoint import read_cache, read_manifest, write_cache
 from .describe import as_html, as_text
 from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError, UnsupportedModelError
 from .forward import Forward
+from .hidden import block_of
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
 from .mixed import follow_rows, prefix_to_take
@@ -43,7 +44,7 @@ class LoRASharedCache(Cache):
     Args:
         model: a ``PeftModel``, or a transformers model with LoRA adapters. It is attached (hooks; undone by ``detach``).
         scheme: ``"base_lr_stacked"`` (default), ``"base_lr_shared"``, ``"base_shared"``, ``"full_shared"`` or
-            ``"non_shared"``; see ``lragent_hf.schemes``.
+            ``"non_shared"``, or for comparison ``"droidspeak"``; see ``lragent_hf.schemes``.
         handover_window: tokens at the end of the trajectory that an agent runs again when it takes over, rewriting
             them for all agents. 0: none. As long as the context: exact. For ``full_shared``, ``base_lr_shared`` and
             ``base_lr_stacked``; the caller passes the whole prompt.
@@ -53,6 +54,10 @@ class LoRASharedCache(Cache):
             D.1). False: keys are shared whole, as the agent that ran a token first made them (the paper's main setting).
         key_working_copy: keep the active agent's keys materialised, in one buffer for all agents: made anew at a hand-over,
             extended as tokens come. Decoding then costs what it costs without LoRA on k_proj. Default: on a CPU.
+        recompute_layers: for ``"droidspeak"``: indices of the layers whose K and V an agent rewrites as it runs what it has
+            not read. ``droidspeak_layers`` finds them.
+        hidden_cache: for ``"droidspeak"``: also cache the input of the first recomputed layer, so that an agent taking over
+            skips the layers below it (LRAgent, appendix C.5). hidden_size more values a token.
         attention: ``"auto"``: attention runs in ``flash_lora_attention`` during forwards with this cache. ``"keep"``: in
             the model's own implementation, on values put together layer by layer (slower).
         backend: of ``flash_lora_attention``.
@@ -61,7 +66,7 @@ class LoRASharedCache(Cache):
             contexts that do not fit on a GPU; copies are not overlapped with compute.
 
     Raises:
-        ValueError: an unknown scheme or option, or ``handover_window`` with a scheme that has no use for it.
+        ValueError: an unknown scheme or option, or one that the scheme has no use for.
         UnsupportedModelError, UnsupportedAdapterError: model or adapters cannot be split exactly; says what to do.
         SharedAMismatchError: ``base_lr_shared`` and adapters with different A on v_proj (or k_proj, with ``key_lr``).
     """
@@ -75,12 +80,14 @@ class LoRASharedCache(Cache):
         agents: Sequence[str] | None = None,
         key_lr: bool = True,
         key_working_copy: bool | None = None,
+        recompute_layers: Sequence[int] | None = None,
+        hidden_cache: bool = False,
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
         offload: bool = False,
     ):
-        self.scheme = resolve_scheme(scheme)
+        self.scheme = resolve_scheme(scheme, recompute_layers)
         if attention not in ("auto", "keep"):
             raise ValueError(f"attention must be 'auto' or 'keep', not {attention!r}.")
         if backend not in BACKENDS:
@@ -102,6 +109,8 @@ class LoRASharedCache(Cache):
         self.ledger = Ledger(self.scheme, handover_window)
         self.trajectory = Trajectory()
         self._said_keep = False
+        if hidden_cache and self.scheme.recompute_layers is None:
+            raise ValueError(f"hidden_cache means nothing under {self.scheme.name!r}: it is for 'droidspeak'.")
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
         self.roster = Roster(self.scheme, align, key_lr, list(agents) if agents is not None else None)
         self.rotary = RotaryStore()
@@ -110,6 +119,11 @@ class LoRASharedCache(Cache):
         stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)
         count = max([stated, *(index + 1 for index in self.binding.layers)])
         place = torch.device("cpu") if offload else None
+        if self.scheme.recompute_layers is not None:
+            self._check_recompute(count, hidden_cache)
+        self.hidden = GrowableBuffer(1, reserve, place)
+        # With layer 0 recomputed there is no layer below to skip.
+        self.hidden_cache = hidden_cache and min(self.scheme.recompute_layers or (0,)) > 0
         super().__init__(layers=[SharedLayer(self, reserve, place) for _ in range(count)])
         self.roster.check_declared(self.binding)
         if self.scheme.splits_values:
@@ -164,13 +178,19 @@ class LoRASharedCache(Cache):
         past = max(start, self.ledger.length(agent, keys))
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
+        keep = self._keeps_attention(keep_attention)
+        if keep and self.hidden_cache:
+            raise UnsupportedModelError(
+                f"{type(binding.decoder).__name__} runs its own attention function here (output_attentions, or none that "
+                "can be exchanged), which takes no query rows apart from the others. Make the cache with "
+                "hidden_cache=False."
+            )
         before = self.roster, self.ledger.lr
         if roster is not self.roster:
             self.roster = roster
             self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in roster.banks}
         return Forward(
-            self, self.ledger.plan(agent, keys, past, count), before, step, conventions, own, start,
-            self._keeps_attention(keep_attention),
+            self, self.ledger.plan(agent, keys, past, count), before, step, conventions, own, start, keep,
         )  # fmt: skip
 
     def update(
@@ -274,6 +294,7 @@ class LoRASharedCache(Cache):
         self.trajectory.clear()
         self.roster.clear()
         self.rotary.clear()
+        self.hidden.clear()
         for layer in self.layers:
             layer.clear()
 
@@ -315,6 +336,7 @@ class LoRASharedCache(Cache):
         for layer in self.layers:
             yield from layer.buffers()
         yield from self.rotary.buffers()
+        yield self.hidden
         yield from self.trajectory.buffers()
 
     def fork(self) -> "LoRASharedCache":
@@ -325,7 +347,7 @@ class LoRASharedCache(Cache):
         by log-sum-exp; where that cannot be (``attention="keep"``, sliding windows), they are joined, a layer at a time.
         """
         return self._clone(
-            lambda layer, new: layer.fork(new, self.ledger.valid), lambda buffer: buffer.fork(self.ledger.rotary)
+            lambda layer, new: layer.fork(new, self.ledger.valid), lambda buffer, length: buffer.fork(length)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -365,28 +387,29 @@ class LoRASharedCache(Cache):
         manifest = read_manifest(path)
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
-            key_lr=manifest["key_lr"], key_working_copy=key_working_copy, attention=attention, backend=backend,
-            reserve=reserve, offload=offload,
+            key_lr=manifest["key_lr"], key_working_copy=key_working_copy, hidden_cache=manifest["hidden_cache"],
+            attention=attention, backend=backend, reserve=reserve, offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
         """An independent cache on the same model: buffers and record are copied, the model is not."""
-        new = self._clone(SharedLayer.copy, GrowableBuffer.copy)
+        new = self._clone(SharedLayer.copy, lambda buffer, length: buffer.copy())
         memo[id(self)] = new
         return new
 
     def _clone(
         self,
         layer: Callable[[SharedLayer, "LoRASharedCache"], SharedLayer],
-        angles: Callable[[GrowableBuffer], GrowableBuffer],
+        other: Callable[[GrowableBuffer, int], GrowableBuffer],
     ) -> "LoRASharedCache":
         self.binding.settle()
         new: LoRASharedCache = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.ledger, new.trajectory = self.ledger.copy(), self.trajectory.copy()
-        new.roster, new.rotary = self.roster.copy(), self.rotary.clone(angles)
+        new.roster, new.rotary = self.roster.copy(), self.rotary.clone(lambda one: other(one, self.ledger.rotary))
+        new.hidden = other(self.hidden, self.ledger.total if self.hidden.capacity else 0)
         new.layers = [layer(mine, new) for mine in self.layers]
         return new
 
@@ -431,6 +454,8 @@ class LoRASharedCache(Cache):
         """Let go of buffers of which nothing is in use."""
         if not self.ledger.rotary:
             self.rotary.clear()
+        if not self.ledger.total:
+            self.hidden.clear()
         for layer in self.layers:
             if not self.ledger.total:
                 layer.clear()
@@ -448,6 +473,16 @@ class LoRASharedCache(Cache):
         if not self.ledger.total or not self.scheme.splits_values:
             return []
         return [key for _, key in self.roster.plan(self.binding, agent, empty=False).own(agent)]
+
+    def _check_recompute(self, count: int, hidden_cache: bool) -> None:
+        chosen = self.scheme.recompute_layers or ()
+        if chosen[0] < 0 or chosen[-1] >= count:
+            raise ValueError(f"recompute_layers are indices of the model's {count} layers, from 0; got {list(chosen)}.")
+        if hidden_cache and chosen[0]:
+            if self.attention == "keep":
+                raise ValueError("hidden_cache=True needs the library's attention function: leave attention='auto'.")
+            for index in range(chosen[0] + 1):
+                block_of(self.binding.decoder, index)
 
     def _check_agent(self, agent: Agent) -> None:
         self.binding.check_regular()
@@ -480,6 +515,7 @@ class LoRASharedCache(Cache):
             layer.truncate(self.ledger.valid)
         for buffer in self.rotary.buffers():
             buffer.truncate(self.ledger.rotary)
+        self.hidden.truncate(self.ledger.total)
 
     def _select(self, rows: Tensor) -> None:
         self.binding.settle()

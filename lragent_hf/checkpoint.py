@@ -135,6 +135,8 @@ def _tensors(cache: "LoRASharedCache") -> Iterator[tuple[str, Tensor]]:
     for (kind, _), angles in cache.rotary.groups.items():
         for name, buffer in zip(("cos", "sin"), angles, strict=True):
             yield f"rotary.{kind}.{name}", _plain(buffer.read(ledger.rotary))
+    if cache.hidden.capacity:
+        yield "hidden", _plain(cache.hidden.read(ledger.total))
     for number, bank in enumerate(cache.roster.banks.values()):
         for position, stack in enumerate(bank.stacks):
             if stack is not None:
@@ -157,6 +159,7 @@ def _manifest(cache: "LoRASharedCache") -> dict[str, Any]:
         "handover_window": ledger.window,
         "agents": cache.roster.declared,
         "key_lr": cache.roster.keys,
+        "hidden_cache": cache.hidden_cache,
         "model": model_facts(cache),
         "adapters": adapter_digests(cache),
         "ledger": {
@@ -223,6 +226,8 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     for kind in manifest["rotary"]:
         angles = (tensors.get_tensor(f"rotary.{kind}.{name}").to(device) for name in ("cos", "sin"))
         cache.rotary.write(kind, 0, tuple(angles))
+    if "hidden" in tensors.keys():  # noqa: SIM118 - a file, not a dict
+        cache.hidden.write(0, tensors.get_tensor("hidden").to(cache.hidden.device or device))
     sites = cache.binding.sites(cache.roster.keys)
     for number, bank in enumerate(manifest["banks"]):
         names = set(tensors.keys())

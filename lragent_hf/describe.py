@@ -25,6 +25,9 @@ def as_html(cache: "LoRASharedCache") -> str:
 def _facts(cache: "LoRASharedCache") -> dict[str, str]:
     report, scheme = cache.memory_report(), cache.scheme
     options = f", handover_window={cache.handover_window}" if cache.handover_window else ""
+    if scheme.recompute_layers is not None:
+        options += f", recompute_layers={list(scheme.recompute_layers)}"
+        options += ", with hidden states" if cache.hidden_cache else ""
     if scheme.splits_values and not cache.roster.keys:
         options += ", keys shared whole"
     share = f" ({report.in_use_bytes / report.unshared_bytes:.1%})" if report.unshared_bytes else ""

@@ -14,6 +14,7 @@ from .attention.parts import Part
 from .banks import LRBank
 from .buffer import GrowableBuffer
 from .errors import OutsideForwardError, UnsupportedModelError
+from .hidden import HiddenStates
 from .key_split import KeySplit
 from .layer import LayerBinding, Reading
 from .ledger import Plan
@@ -40,6 +41,8 @@ class Forward:
         before: roster and LR lengths as they were, for `undo`.
         start: positions that a batch of rows with agents of their own takes over from these.
         fresh: adapters are looked at again, whatever torch says of their being the same.
+        rewritten: layers whose K and V are written from ``plan.rewrite_from`` on.
+        hidden: the hidden-state cache at work, if there is one.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Forward:
         self.keep_attention = keep_attention
         self.backend = cache.backend
         self.fresh = step.count > 1 or plan.agent != cache.ledger.last
+        self.rewritten = frozenset(cache.scheme.recompute_layers or ())
+        self.hidden: HiddenStates | None = None
         self._banks: list[tuple[Hashable, LRBank, int]] = [
             (key, cache.roster.banks[key], first) for key, first in plan.lr_from.items()
         ]
@@ -74,6 +79,8 @@ class Forward:
         Rows with agents of their own then take over what these have cached.
         """
         record = self.cache.trajectory
+        if self.cache.hidden_cache and self.rewritten:
+            self.hidden = HiddenStates(self.cache, self.plan, min(self.rewritten))
         if record.rows is not None and self.step.rows != record.rows:
             self._narrow = [(buffer, buffer.state()) for buffer in self.cache.buffers()]
             for buffer, _ in self._narrow:
@@ -83,6 +90,11 @@ class Forward:
                 layer.drop_work()
         if self.start and isinstance(self.plan.agent, Mixed):
             self._give_back = take_over(self.cache, self.plan.agent, self.start)
+
+    def close(self) -> None:
+        """The decoder is done, well or badly."""
+        if self.hidden is not None:
+            self.hidden.close()
 
     def project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
         """A projection ran on ``x`` [B, q, d_in]: compute X A of every bank that this forward writes.
@@ -111,9 +123,10 @@ class Forward:
         plan, store = self.plan, self.cache.layers[index]
         layer = self.cache.binding.layers.get(index)
         stream = self.cache.stream_of(plan.agent)
-        if key.shape[2] != self.step.count:
+        count = self.step.count if self.hidden is None or index >= self.hidden.first else self.hidden.run
+        if key.shape[2] != count:
             raise UnsupportedModelError(
-                f"Layer {index} stores {key.shape[2]} positions for {self.step.count} token(s), so what is cached cannot "
+                f"Layer {index} stores {key.shape[2]} positions for {count} token(s), so what is cached cannot "
                 "be told apart by token. Use a model that stores one position a token."
             )
         if self.splits:
@@ -124,14 +137,13 @@ class Forward:
             self._check_value(layer, value)
             if self.keys is not None:
                 self.keys.check(layer, key)
-        skip = plan.kv_from - plan.past
-        if skip < key.shape[2]:
+        first = plan.rewrite_from if index in self.rewritten else plan.kv_from
+        skip = first - (plan.stop - count)
+        if skip < count:
             if stream is None:  # an agent's own stream is only ever appended to
                 for group in (store.k, store.v):
-                    self._keep(group.get(stream), plan.kv_from, self.cache.ledger.total)
-            store.write_kv(
-                stream, plan.kv_from, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:]))
-            )
+                    self._keep(group.get(stream), first, self.cache.ledger.total)
+            store.write_kv(stream, first, *((key, value) if not skip else (key[:, :, skip:], value[:, :, skip:])))
         if layer is not None:
             for group, site, like in (("lr", layer.v, value), ("k_lr", layer.k, key)):
                 for bank, (first, rows) in site.rows.items():

@@ -23,6 +23,7 @@ class Plan:
         past: the first position it runs.
         stop: one past the last.
         kv_from: K, V (or V_base) are written from here on; at or beyond ``stop``: not at all.
+        rewrite_from: the same for the layers that a scheme recomputes.
         lr_from: bank -> its LR rows are written from here on; banks that are not written are missing.
         rotary_from: the angles that keys turn by are written from here on, where they are kept at all.
     """
@@ -31,6 +32,7 @@ class Plan:
     past: int
     stop: int
     kv_from: int
+    rewrite_from: int
     lr_from: dict[Hashable, int]
     rotary_from: int = 0
 
@@ -42,7 +44,7 @@ class Ledger:
     Attributes:
         scheme, window: what the cache was made with.
         total: positions on the trajectory.
-        streams: under ``non_shared``, agent -> positions of its own K and V.
+        streams: agent -> positions it has run itself, where the scheme counts them; under ``non_shared`` of its own K, V.
         lr: bank -> positions for which its LR rows are right. Always a prefix.
         rotary: positions whose angles are kept.
         writers: who wrote each position of the shared K and V last.
@@ -64,7 +66,7 @@ class Ledger:
 
     def read_by(self, agent: Agent, banks: Sequence[Hashable]) -> int:
         """Positions the agent can attend to: those it has its own part of. ``banks``: where its LR lies."""
-        if self.scheme.kv == "per_agent":
+        if self.scheme.counts_agents:
             return self.streams.get(agent, 0)
         return min([self.total, *(self.lr.get(bank, 0) for bank in banks)])
 
@@ -87,7 +89,7 @@ class Ledger:
         """The next forward of ``agent``, over ``count`` tokens from position ``past`` on: its `length`, if not more."""
         stop = past + count
         if self.scheme.kv == "per_agent":
-            return Plan(agent, past, stop, past, {})
+            return Plan(agent, past, stop, past, past, {})
         kv_from = self.total
         if self.window and self.total and self.writers[-1] != agent:
             started = self.progress is not None and self.progress[0] == agent
@@ -100,14 +102,15 @@ class Ledger:
                 first = min(length, kv_from) if own else kv_from
                 if first < stop:
                     lr_from[bank] = max(first, past)
-        return Plan(agent, past, stop, kv_from, lr_from, max(past, min(self.rotary, kv_from)))
+        rewrite_from = kv_from if self.scheme.recompute_layers is None else past
+        return Plan(agent, past, stop, kv_from, rewrite_from, lr_from, max(past, min(self.rotary, kv_from)))
 
     def commit(self, plan: Plan, angles: bool = False) -> None:
         """The forward ran to its end: what it wrote (``angles``: these too) is now part of the cache."""
         agent, stop = plan.agent, plan.stop
         if angles:
             self.rotary = max(self.rotary, stop)
-        if self.scheme.kv == "per_agent":
+        if self.scheme.counts_agents:
             self.streams[agent] = stop
             self.writers += [agent] * (stop - len(self.writers))
         elif plan.kv_from < stop:
@@ -134,7 +137,7 @@ class Ledger:
             self.progress = (agent, max(0, self.progress[1] - count))
         elif read == self.total:
             self.truncate(max(0, self.total - count))
-        elif self.scheme.kv == "per_agent":
+        elif self.scheme.counts_agents:
             self.streams[agent] = max(0, read - count)
         else:
             for bank in banks:

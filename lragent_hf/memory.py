@@ -19,7 +19,7 @@ class MemoryRow:
 
     Attributes:
         part: ``"K"`` (whole), ``"K_base"``, ``"V"`` (whole), ``"V_base"``, ``"LR"``, ``"K LR"``, ``"angles"`` (cos
-            and sin, by which what adapters add to keys is turned) or ``"K working copy"``.
+            and sin, by which what adapters add to keys is turned), ``"K working copy"`` or ``"hidden states"``.
         owner: the agents it serves.
         tokens: positions in use.
         in_use_bytes, reserved_bytes: bytes of those positions, and of the buffers that hold them.
@@ -131,6 +131,8 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
             add("K working copy", "the active agent", layer.work.valid, layer.work.buffer)
     for buffer in cache.rotary.buffers():
         add("angles", everyone, ledger.rotary, buffer)
+    if cache.hidden.capacity:
+        add("hidden states", everyone, ledger.total, cache.hidden)
     return MemoryReport(
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),

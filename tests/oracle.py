@@ -94,8 +94,11 @@ class NaiveRun:
         window: int = 0,
         agents: tuple[str, ...] = ("plan", "act", "reflect"),
         key_lr: bool = True,
+        recompute: tuple[int, ...] = (),
+        hidden: bool = False,
     ):
         self.model, self.scheme, self.window, self.agents = model, scheme, window, agents
+        self.recompute = recompute
         self.split = scheme.startswith("base")
         self.known: list[str] = []
         decoder: PreTrainedModel = model.get_base_model().get_decoder()
@@ -115,6 +118,8 @@ class NaiveRun:
                 attention.k_proj.register_forward_hook(self._base_only),
             )
         ]
+        if hidden:
+            self.handles.append(decoder.layers[min(recompute)].register_forward_pre_hook(self._hand_on))
         self.tokens: Tensor | None = None
         self.reset()
 
@@ -135,6 +140,14 @@ class NaiveRun:
 
         return hook
 
+    def _hand_on(self, module: nn.Module, args: tuple[Tensor, ...]) -> Any:
+        """Input of the first recomputed layer: of cached positions what it was when they were cached."""
+        cached = max(0, min(self.n, self.stop) - self.past)
+        old = args[0][:, :0] if self.hidden is None else self.hidden[:, self.past : self.past + cached]
+        whole = torch.cat([old, args[0][:, cached:]], 1)
+        self.hidden = _put(self.hidden, self.past, self.past, whole, 1)
+        return (whole, *args[1:])
+
     def _base_only(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return module.base_layer(args[0]) if self.keys and hasattr(module, "base_layer") else output
 
@@ -147,6 +160,7 @@ class NaiveRun:
         self.k_lr: list[dict[Any, Tensor]] = [{} for _ in range(count)]
         self.cos: list[dict[Any, Tensor]] = [{} for _ in range(count)]
         self.sin: list[dict[Any, Tensor]] = [{} for _ in range(count)]
+        self.hidden: Tensor | None = None
         self.lr_length: dict[Any, int] = {}
         self.read: dict[Agent, int] = {}
         self.writer: list[Agent] = []
@@ -176,7 +190,7 @@ class NaiveRun:
         return any(adapter in getattr(site, "lora_A", {}) for site in self._sites())
 
     def length(self, agent: Agent) -> int:
-        if self.scheme == "non_shared":
+        if self.scheme in ("non_shared", "droidspeak"):
             return self.read.get(agent, 0)
         length = self.n
         if self.scheme.startswith("base"):
@@ -208,7 +222,7 @@ class NaiveRun:
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                 **{CACHE_ARG: NaiveCache(self, self.past)},
             )  # fmt: skip
-        if self.scheme == "non_shared":
+        if self.scheme in ("non_shared", "droidspeak"):
             self.read[agent] = self.stop
         for key in self.written:
             self.lr_length[key] = max(self.lr_length.get(key, 0), self.stop)
@@ -224,7 +238,7 @@ class NaiveRun:
         agent, past, stop = self.agent, self.past, self.stop
         self.written: list[Any] = []
         stream = agent if self.scheme == "non_shared" else None
-        first = past if self.scheme == "non_shared" else self.kv_from
+        first = past if self.scheme == "non_shared" or index in self.recompute else self.kv_from
         split = self.split
         base = getattr(v_proj, "base_layer", v_proj)(x).view(*x.shape[:2], -1, value.shape[-1]).transpose(1, 2)
         self.k[index][stream] = _put(self.k[index].get(stream), first, past, key, 2)
@@ -303,7 +317,7 @@ class NaiveRun:
             self.progress = None
             self.lr_length = {name: min(length, self.n) for name, length in self.lr_length.items()}
             self.read = {name: min(length, self.n) for name, length in self.read.items()}
-        elif self.scheme == "non_shared":
+        elif self.scheme in ("non_shared", "droidspeak"):
             self.read[agent] = max(0, length - count)
         else:
             for adapter in agent:
@@ -324,6 +338,7 @@ class NaiveRun:
         for store in (self.k, self.v, self.lr, self.k_lr, self.cos, self.sin):
             for layer in store:
                 layer.update({name: tensor[rows] for name, tensor in layer.items()})
+        self.hidden = None if self.hidden is None else self.hidden[rows]
 
     def state(self) -> dict[str, Any]:
         """All that distinguishes this run; tensors are never written in place, so they need no copies."""
@@ -332,7 +347,7 @@ class NaiveRun:
         }
         copies |= {name: dict(getattr(self, name)) for name in ("lr_length", "read")}
         copies |= {name: list(getattr(self, name)) for name in ("writer", "known")}
-        return copies | {"n": self.n, "progress": self.progress}
+        return copies | {"n": self.n, "progress": self.progress, "hidden": self.hidden}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Become the run that had this state."""

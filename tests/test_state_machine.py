@@ -20,6 +20,7 @@ from lragent_hf import CACHE_ARG, LoRASharedCache, buffer
 from lragent_hf.ledger import Ledger
 
 SCHEMES = ("non_shared", "full_shared", "base_shared", "base_lr_shared", "base_lr_stacked")
+RECOMPUTED = {"droidspeak": (0,), "droidspeak hidden": (1,)}  # and whether hidden states are handed on
 WINDOWED = ("full_shared", "base_lr_shared", "base_lr_stacked")
 AGENTS: tuple[Agent, ...] = (("plan",), ("act",), ("reflect",), (), ("act", "plan"), ("queries",))
 STEPS = ("turn", "part", "crop", "fail", "save", "fork", "branch", "drop", "rows", "align")
@@ -85,8 +86,15 @@ class Turns(RuleBasedStateMachine):
         window = window if self.scheme in WINDOWED else 0
         self.ours, eager, exact = models(shared_a, keys)
         agents = ("plan", "queries") if late else ("plan", "act", "reflect", "queries")  # late: the others join
-        self.cache = LoRASharedCache(self.ours, scheme=self.scheme, handover_window=window, agents=agents)
-        self.runs = [NaiveRun(model, self.scheme, window, agents) for model in (eager, exact)]
+        name, _, hidden = self.scheme.partition(" ")
+        layers = RECOMPUTED.get(self.scheme)
+        self.cache = LoRASharedCache(
+            self.ours, name, handover_window=window, agents=agents, recompute_layers=layers, hidden_cache=bool(hidden)
+        )
+        self.runs = [
+            NaiveRun(model, name, window, agents, recompute=layers or (), hidden=bool(hidden))
+            for model in (eager, exact)
+        ]
         self.generator = torch.Generator().manual_seed(seed)
         self.rows, self.pads = rows, pads if rows > 1 else 0
         self.branches: list[Any] = []
@@ -314,10 +322,11 @@ def machine(scheme: str, examples: int = 30) -> Any:
 
 
 TestNonShared, TestFullShared, TestBaseShared, TestBaseLRShared, TestBaseLRStacked = map(machine, SCHEMES)
+TestDroidSpeak, TestDroidSpeakHidden = map(machine, RECOMPUTED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *RECOMPUTED])
 def test_five_hundred_examples(scheme: str) -> None:
     case = machine(scheme, examples=100)()
     case.settings = settings(case.settings, derandomize=False)
@@ -325,7 +334,7 @@ def test_five_hundred_examples(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *RECOMPUTED])
 def test_long_conversations(scheme: str, seed: int) -> None:
     """The same machine driven evenly: hypothesis prefers short runs, and late joiners that lag take a few turns."""
     pick = random.Random(seed)

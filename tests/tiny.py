@@ -186,6 +186,8 @@ def snapshot(cache: LoRASharedCache) -> dict[str, Any]:
         for part, buffer in zip(("cos", "sin"), angles, strict=True):
             if ledger.rotary:
                 rows[kind, part, None] = raw(buffer.read(ledger.rotary))
+    if cache.hidden.capacity:
+        rows["hidden"] = raw(cache.hidden.read(ledger.total))
     return {
         "rows": rows,
         "total": ledger.total,
