@@ -58,7 +58,9 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
         or ``None``. Softmax rows sum to one, so a constant on V is the same constant on the output.
     """
     b, scale = layer.lora_B[adapter], layer.scaling[adapter]
-    weight = (b.weight.detach() * scale).to(dtype)
+    weight = (b.weight.detach() if torch.is_grad_enabled() else b.weight) * scale
+    if weight.dtype != dtype:
+        weight = weight.to(dtype)
     folded = weight.view(heads, -1, weight.shape[1]).transpose(1, 2)
     bias = None if b.bias is None else (b.bias.detach() * scale).to(dtype).view(heads, 1, -1)
     return folded, bias

@@ -71,17 +71,16 @@ class GrowableBuffer:
 
     def write(self, start: int, rows: Tensor) -> None:
         """Put ``rows`` at positions ``start`` and after. Positions below ``start`` are kept, whatever happens."""
-        if start < self.frozen:
-            self._part(start, keep_rest=True)
         count = rows.shape[self.dim]
-        if start + count > self.capacity:
-            if self.frozen > self.start:
-                self._part(self.frozen, keep_rest=True)  # what is lent is shared, not copied to grow
-            self._grow(rows, start - self.start, start + count - self.start)
-        self.data.narrow(self.dim, start - self.start, count).copy_(rows.detach())  # type: ignore[union-attr]
+        data = self.data
+        if data is None or self.prefix or self._lent or start + count > data.shape[self.dim]:
+            data = self._room(start, rows)
+        data.narrow(self.dim, start - self.start, count).copy_(rows.detach() if rows.requires_grad else rows)
 
     def read(self, stop: int, start: int = 0) -> Tensor:
         """Positions ``start`` to ``stop``: a view, or a copy where they lie in several pieces."""
+        if not self.prefix and self.data is not None:
+            return self.data.narrow(self.dim, start, stop - start)
         pieces = self.pieces(stop, start)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
@@ -181,6 +180,18 @@ class GrowableBuffer:
         rest = self.pieces(self.capacity, position) if keep_rest and position < self.capacity else None
         prefix = self._pieces_below(position)
         self._become(prefix, position, None if rest is None else lambda: torch.cat(rest, self.dim))
+
+    def _room(self, start: int, rows: Tensor) -> Tensor:
+        """The tail, once it can take ``rows`` at ``start`` and what lies there is nobody else's."""
+        if start < self.frozen:
+            self._part(start, keep_rest=True)
+        stop = start + rows.shape[self.dim]
+        if stop > self.capacity:
+            if self.frozen > self.start:
+                self._part(self.frozen, keep_rest=True)  # what is lent is shared, not copied to grow
+            self._grow(rows, start - self.start, stop - self.start)
+        assert self.data is not None
+        return self.data
 
     def _grow(self, like: Tensor, kept: int, needed: int) -> None:
         shape = list(like.shape)

@@ -336,7 +336,8 @@ class LoRASharedCache(Cache):
         for layer in self.layers:
             yield from layer.buffers()
         yield from self.rotary.buffers()
-        yield self.hidden
+        if self.hidden.capacity:
+            yield self.hidden
         yield from self.trajectory.buffers()
 
     def fork(self) -> "LoRASharedCache":

@@ -115,7 +115,9 @@ class Forward:
             stack = bank.stacks[site.position]
             if stack is not None:
                 rows = x if first == self.plan.past else x[:, first - self.plan.past :]
-                site.rows[key] = (first, functional.linear(rows.to(stack.dtype), stack))
+                if rows.dtype != stack.dtype:
+                    rows = rows.to(stack.dtype)
+                site.rows[key] = (first, functional.linear(rows, stack))
         return counted
 
     def update(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ class Forward:
             for group, site, like in (("lr", layer.v, value), ("k_lr", layer.k, key)):
                 for bank, (first, rows) in site.rows.items():
                     self._keep(store.group(group).get(bank), first, self.cache.ledger.lr[bank])
-                    store.write_lr(group, bank, first, rows.to(like.dtype))
+                    store.write_lr(group, bank, first, rows if rows.dtype == like.dtype else rows.to(like.dtype))
         self._updated.add(index)
         trained = next((states for states in (key, value) if states.requires_grad), None)
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
@@ -217,8 +219,10 @@ class Forward:
     def _check_value(self, layer: LayerBinding, value: Tensor) -> None:
         """V must be v_proj's output and nothing else, and every active adapter must have been kept out of it."""
         layer.v.check(self.plan.agent, self.own, self.cache.roster.banks)
+        if layer.v.gave(value):
+            return
         states = layer.v.states(value)
-        if states is None or not (states.data_ptr() == value.data_ptr() or torch.equal(states, value)):
+        if states is None or not torch.equal(states, value):
             raise UnsupportedModelError(
                 f"{layer.name} changes values between v_proj and the cache (a norm, a clip, a rotation), so base and LR "
                 "do not add up there. Use scheme='full_shared' or 'non_shared'."
@@ -256,8 +260,10 @@ class Forward:
             return []
         read = [store.k[stream], *(store.lr[key] for key, _ in layer.v.places)]
         read += [store.k_lr[key] for key, _ in layer.k.places]
+        if not any(buffer.prefix for buffer in read):
+            return []
         cuts = sorted({end for buffer in read for end in buffer.ends()})
-        if not cuts or cuts[-1] > self.plan.past:
+        if cuts[-1] > self.plan.past:
             return []
         bounds = [0, *cuts, self.plan.stop]
         return [self._part(store, stream, layer, b_k, start, stop) for start, stop in pairwise(bounds) if start < stop]

@@ -78,6 +78,13 @@ class Site:
         """The projection gave ``output``."""
         self.output, self._version = output, _version(output)
 
+    def gave(self, value: Tensor) -> bool:
+        """Whether ``value`` is the output as it lies in memory, unedited."""
+        out = self.output
+        if out is None or out.data_ptr() != value.data_ptr() or out.numel() != value.numel():
+            return False
+        return self._version == _version(out)
+
     def states(self, like: Tensor) -> Tensor | None:
         """The output seen as ``like`` [B, H, q, D], or ``None`` if it is none of that size, or was edited since."""
         out = self.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,6 +105,27 @@ def flash_lora_attention(
             "the values (v_base + v_lr[:, None] @ b) and use an attention that takes them."
         )
 
+    return run_backend(
+        q, k, v_base, v_lr, b, scale=scale, causal=causal, window=window, key_padding_mask=key_padding_mask,
+        softcap=softcap, return_lse=return_lse, k_lr=k_lr, b_k=b_k, cos=cos, sin=sin,
+        rotary_interleaved=rotary_interleaved, backend=backend,
+    )  # fmt: skip
+
+
+def run_backend(
+    q: Tensor,
+    k: Tensor,
+    v_base: Tensor,
+    v_lr: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    k_lr: Tensor | None = None,
+    b_k: Tensor | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_lora_attention` without its checks, for arguments that were checked before: in decode they cost what a
+    matrix product does."""
     name = _automatic(q.device.type) if backend == "auto" else backend
     run = _named(name)
     if name == "triton" and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):
@@ -111,27 +133,12 @@ def flash_lora_attention(
             raise BackendUnavailableError(f"backend {backend!r}: {problem}.")
         _say(f"flash_lora_attention: backend blockwise ({problem})")
         run = blockwise_attention
-    return run(
-        q,
-        k,
-        v_base,
-        v_lr,
-        b,
-        scale=scale,
-        causal=causal,
-        window=window,
-        key_padding_mask=key_padding_mask,
-        softcap=softcap,
-        return_lse=return_lse,
-        k_lr=k_lr,
-        b_k=b_k,
-        cos=cos,
-        sin=sin,
-        rotary_interleaved=rotary_interleaved,
-    )
+    result: Tensor | tuple[Tensor, Tensor] = run(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k, **options)
+    return result
 
 
 @torch.compiler.assume_constant_result
+@cache
 def _automatic(device: str) -> str:
     """The backend for a device type, chosen at its first use and logged."""
     choice, why = "blockwise", f"PyTorch matrix products suit device {device!r}"

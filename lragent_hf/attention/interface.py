@@ -10,7 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from .._compat import sliding_window_of
 from ..errors import UnsupportedModelError
-from . import flash_lora_attention
+from . import flash_lora_attention, run_backend
 from .parts import Part, attend_parts, join_parts
 
 __all__ = ["NAME", "register"]
@@ -137,7 +137,9 @@ def attention(
                 backend=backend,
             )  # fmt: skip
         else:
-            output = flash_lora_attention(  # type: ignore[assignment]  # a tensor: no return_lse
+            # What the cache hands out for one more token is made like what was checked with the prompt.
+            attend = run_backend if query.shape[2] == 1 else flash_lora_attention
+            output = attend(  # type: ignore[assignment]  # a tensor: no return_lse
                 query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
                 key_padding_mask=attention_mask, softcap=softcap, backend=backend,
                 **({} if extra is None else extra.arguments()),
@@ -151,7 +153,7 @@ def attention(
         if attention_mask is not None:
             constant = constant * _attends(attention_mask, window, output.shape[1])
         output = output + constant
-    return output.to(dtype).contiguous(), None
+    return (output if output.dtype == dtype else output.to(dtype)).contiguous(), None
 
 
 def _attends(mask: Tensor, window: int | None, count: int) -> Tensor:

@@ -1,44 +1,89 @@
-"""Command line of the benchmarks."""
+"""Benchmarks of lragent_hf: verified, then timed, all contenders interleaved in one run."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from . import append, kernel, trace
+from . import append, kernel, memory, report, speed
+from .contenders import CONTENDERS, NO_COPY
+from .models import MODULES
+from .shapes import SHAPES
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m lragent_hf.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("trace", help="agents taking 17 turns on one trajectory (LRAgent, appendix C.6)")
+    command = commands.add_parser("trace", help="agents taking 17 turns on one trajectory (LRAgent, tables 4 and 5)")
+    _add_trace_options(command)
+
+    command = commands.add_parser("overlap", help="the trace, with agents that part midway (LRAgent, table 21)")
     command.add_argument(
-        "--context", type=int, default=1024, help="tokens of each long observation (default: 5.0k in all)"
+        "--overlap", type=float, nargs="+", default=[1.0, 0.8, 0.6, 0.4, 0.2, 0.0], help="shares of the trace in common"
     )
-    command.add_argument("--shape", choices=sorted(trace.SHAPES), default="small", help="random weights of this shape")
-    command.add_argument("--only", nargs="+", choices=[*trace.CONTENDERS, trace.NO_COPY], help="these contenders only")
-    command.add_argument("--modules", nargs="+", default=list(trace.MODULES), help="projections with LoRA")
+    _add_trace_options(command)
+
+    command = commands.add_parser("kernel", help="attention alone, against sdpa (LRAgent, figure 4)")
+    command.add_argument("--shape", choices=list(SHAPES), default="small", help="heads and head_dim")
+    command.add_argument("--length", type=int, nargs="+", default=[4096], help="keys")
     command.add_argument("--rank", type=int, default=8)
-    command.add_argument("--repeats", type=int, default=3)
-    command.add_argument("--threads", type=int, default=None, help="torch threads")
-    command.add_argument("--csv", type=Path, help="append one row a measurement to this file")
+    command.add_argument("--dtypes", nargs="+", choices=_DTYPES, default=["float32", "bfloat16"])
+    command.add_argument("--device", help="default: cuda if there is one")
+    command.add_argument("--repeats", type=int, default=15)
+    _add_common_options(command)
+
+    command = commands.add_parser("memory", help="bytes of the cache, measured and predicted (LRAgent, table 22)")
+    command.add_argument("--shape", choices=list(SHAPES), default="ministral-8b", help="whose cache")
+    command.add_argument(
+        "--context", type=int, nargs="+", default=[256, 1024, 4096, 16384, 32768], help="tokens of a long observation"
+    )
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    command.add_argument("--limit", type=float, default=2.0, help="GiB up to which caches are filled, not predicted")
+    _add_common_options(command)
 
     command = commands.add_parser("append", help="cost of appending one token at two lengths")
     command.add_argument("--lengths", type=int, nargs=2, default=(1024, 32768))
     command.add_argument("--repeats", type=int, default=9)
 
-    command = commands.add_parser("kernel", help="attention alone, against sdpa (LRAgent, figure 4)")
-    command.add_argument("--shape", choices=sorted(kernel.SHAPES), default="small", help="heads and head_dim")
-    command.add_argument("--length", type=int, default=4096, help="keys")
-    command.add_argument("--rank", type=int, default=8)
-    command.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    command.add_argument("--repeats", type=int, default=15)
-    command.add_argument("--threads", type=int, default=None, help="torch threads")
+    command = commands.add_parser("report", help="tables and plots of CSVs, beside the paper's numbers")
+    command.add_argument("csv", type=Path, nargs="+")
+    command.add_argument("--out", type=Path, default=Path("report"), help="folder for report.md, PNG and SVG")
 
-    options = vars(parser.parse_args())
-    runs: dict[str, Callable[..., object]] = {"trace": trace.run, "append": append.run, "kernel": kernel.run}
+    options = vars(parser.parse_args(arguments))
+    runs: dict[str, Callable[..., object]] = {
+        "trace": speed.run_trace, "overlap": speed.run_overlap, "kernel": kernel.run, "memory": memory.run,
+        "append": append.run, "report": report.run,
+    }  # fmt: skip
     runs[options.pop("command")](**options)
+
+
+def _add_trace_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--context", type=int, nargs="+", default=[1024], help="tokens of a long observation: 912 + 4 times that in all"
+    )
+    command.add_argument(
+        "--model", default="small", help=f"random weights of a shape ({', '.join(SHAPES)}), a folder or a hub id; "
+        "smollm2-135m is the packaged one, with its own weights"
+    )  # fmt: skip
+    command.add_argument("--only", nargs="+", choices=[*CONTENDERS, NO_COPY], help="these contenders only")
+    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
+    command.add_argument("--device", help="default: cuda if there is one")
+    command.add_argument("--attn", default="sdpa", help="the model's attn_implementation")
+    command.add_argument("--repeats", type=int, default=3)
+    _add_common_options(command)
+
+
+def _add_common_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--threads", type=int, help="torch threads")
+    command.add_argument(
+        "--csv", type=Path, help="append a row a measurement; what is there already is not measured again"
+    )
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ The contenders, on the same tensors (K, V_base and LR are views of longer buffer
 
     sdpa            V put together beforehand, not timed: attention over a plain cache, as transformers calls it
     reconstructed   V = V_base + V_lr B at every call, then sdpa
-    blockwise       flash_lora_attention, LR included
-    without LR      flash_lora_attention over V_base alone
+    flash_lora      flash_lora_attention, LR included: reordered, P V_base + (P V_lr) B
+    without_lr      flash_lora_attention over V_base alone
 """
 
-import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,61 +18,92 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import flash_lora_attention
 from ..attention.reference import reference_attention
+from .environment import environment
+from .measure import make_clock
+from .record import Record, Row, number
+from .shapes import SHAPES, Shape
 from .stats import percentiles
 
-__all__ = ["SHAPES", "run"]
+__all__ = ["run"]
 
-SHAPES: dict[str, tuple[int, int, int]] = {
-    "small": (8, 2, 64),
-    "smollm2-135m": (9, 3, 64),
-    "llama-3.1-8b": (32, 8, 128),
-}
-"""Query heads, kv heads, head_dim."""
 _CASES = {"prefill": 1024, "decode": 1}
+_NAMES = ("sdpa", "reconstructed", "flash_lora", "without_lr")
 
 
-def run(shape: str, length: int, rank: int, dtypes: list[str], repeats: int, threads: int | None) -> dict[str, float]:
-    """Verify, then time prefill (1024 on ``length``) and decode (1 on ``length``), interleaved; print ratios to sdpa.
+def run(
+    shape: str,
+    length: Sequence[int],
+    rank: int,
+    dtypes: Sequence[str],
+    device: str | None,
+    repeats: int,
+    threads: int | None,
+    csv: Path | None,
+) -> list[Row]:
+    """Verify, then time prefill (1024 queries) and decode (one) on each number of keys, interleaved; print ratios to sdpa.
 
     Returns:
-        "case dtype" -> median time of flash_lora_attention with LR over sdpa's.
+        A row for each length, dtype, case and contender, with p20, p50 and p80 in milliseconds.
     """
     if threads:
         torch.set_num_threads(threads)
-    heads, kv_heads, D = SHAPES[shape]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     print(
-        f"{shape}: {heads} query and {kv_heads} kv heads, head_dim {D}, rank {rank}, {length} keys, "
-        f"{torch.get_num_threads()} threads, {repeats} interleaved repeats"
+        f"{shape}, rank {rank}, {device}, {torch.get_num_threads()} threads, {repeats} interleaved repeats"
+        f" ({repeats * 20} of decode)"
     )
-    ratios: dict[str, float] = {}
-    for name in dtypes:
-        for case, rows in _CASES.items():
-            contenders = _contenders(heads, kv_heads, rows, length, D, rank, getattr(torch, name))
-            times = _interleaved(contenders, repeats if case == "prefill" else repeats * 20)
-            base = median(times["sdpa"])
-            print(f"{case}, {name}")
-            for contender, group in times.items():
-                low, mid, high = percentiles(group)
-                print(
-                    f"  {contender:14}{low * 1e3:9.3f} {mid * 1e3:9.3f} {high * 1e3:9.3f} ms p20/p50/p80"
-                    f"{mid / base:8.2f} of sdpa"
-                )
-            ratios[f"{case} {name}"] = median(times["blockwise"]) / base
-    return ratios
+    here, rows = environment(device), []
+    for dtype in dtypes:
+        record = Record(
+            csv,
+            {
+                "benchmark": "kernel", "model": shape, "rank": rank, "dtype": dtype, "threads": torch.get_num_threads(),
+                **here,
+            },
+        )  # fmt: skip
+        for keys in sorted(length):
+            for case, queries in _CASES.items():
+                place = {"tokens": keys, "case": case}
+                if not all(record.has({**place, "contender": name}) for name in _NAMES):
+                    contenders = _contenders(
+                        SHAPES[shape], min(queries, keys), keys, rank, getattr(torch, dtype), device
+                    )
+                    count = repeats if case == "prefill" else repeats * 20
+                    for name, times in _interleaved(contenders, count, make_clock(device)).items():
+                        low, mid, high = (seconds * 1e3 for seconds in percentiles(times))
+                        values = {"status": "ok", "ms_p20": low, "ms_p50": mid, "ms_p80": high}
+                        record.add({**place, "contender": name, **values})
+                group = [row for row in record.rows if (row["tokens"], row["case"]) == (str(keys), case)]
+                _print(f"{case}, {keys} keys, {dtype}", group)
+                rows += group
+    return rows
+
+
+def _print(title: str, group: Sequence[Row]) -> None:
+    print(title)
+    base = next(number(row, "ms_p50") or 0.0 for row in group if row["contender"] == "sdpa")
+    for row in group:
+        low, mid, high = (number(row, field) or 0.0 for field in ("ms_p20", "ms_p50", "ms_p80"))
+        times = f"{low:9.3f} {mid:9.3f} {high:9.3f} ms p20/p50/p80"
+        print(f"  {row['contender']:14}{times}{mid / base:8.2f} of sdpa")
 
 
 @torch.inference_mode()
 def _contenders(
-    heads: int, kv_heads: int, rows: int, length: int, D: int, rank: int, dtype: torch.dtype
+    shape: Shape, rows: int, length: int, rank: int, dtype: torch.dtype, device: str
 ) -> dict[str, Callable[[], Tensor]]:
     """What is timed, verified against the definition in float64."""
     torch.manual_seed(0)
-    q = torch.randn(1, rows, heads, D).to(dtype).transpose(1, 2)
-    k, v_base = (torch.randn(1, kv_heads, length + length // 8, D).to(dtype)[:, :, :length] for _ in range(2))
-    v_lr = torch.randn(1, length + length // 8, rank).to(dtype)[:, :length]
-    b = (torch.randn(kv_heads, rank, D) / rank**0.5).to(dtype)
+    kv_heads, D = shape.kv_heads, shape.head_dim
+    q = torch.randn(1, rows, shape.heads, D).to(device, dtype).transpose(1, 2)
+    k, v_base = (torch.randn(1, kv_heads, length + length // 8, D).to(device, dtype)[:, :, :length] for _ in range(2))
+    v_lr = torch.randn(1, length + length // 8, rank).to(device, dtype)[:, :length]
+    b = (torch.randn(kv_heads, rank, D) / rank**0.5).to(device, dtype)
     v = v_base + v_lr[:, None] @ b
-    mask = torch.ones(rows, length, dtype=torch.bool).tril_(length - rows)[None, None] if rows > 1 else None
+    mask = None
+    if rows > 1:
+        mask = torch.ones(rows, length, dtype=torch.bool, device=device).tril_(length - rows)[None, None]
+    backend = "triton" if device.startswith("cuda") else "blockwise"
 
     def sdpa(values: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, values, attn_mask=mask, enable_gqa=True)
@@ -81,26 +111,48 @@ def _contenders(
     contenders: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: sdpa(v),
         "reconstructed": lambda: sdpa(v_base + v_lr[:, None] @ b),
-        "blockwise": lambda: flash_lora_attention(q, k, v_base, v_lr, b, backend="blockwise"),
-        "without LR": lambda: flash_lora_attention(q, k, v_base, backend="blockwise"),
+        "flash_lora": lambda: flash_lora_attention(q, k, v_base, v_lr, b, backend=backend),
+        "without_lr": lambda: flash_lora_attention(q, k, v_base, backend=backend),
     }
-    exact = reference_attention(*(t.double() for t in (q, k, v_base, v_lr, b)))
-    errors = {name: float((run().double() - exact).abs().max()) for name, run in contenders.items()}
+    exact, bare = _definition(q, k, v_base, v_lr, b), _definition(q, k, v_base)
+    errors = {
+        name: float((run().double() - (bare if name == "without_lr" else exact)).abs().max())
+        for name, run in contenders.items()
+    }
     allowed = 2 * errors["reconstructed"] + 4 * torch.finfo(dtype).eps
-    for name in ("sdpa", "blockwise"):
+    for name in ("sdpa", "flash_lora", "without_lr"):
         if not errors[name] <= allowed:
             raise SystemExit(f"{name} is wrong: off by {errors[name]:.3g}, allowed {allowed:.3g}. No time is printed.")
     return contenders
 
 
+def _definition(q: Tensor, k: Tensor, v_base: Tensor, *lr: Tensor) -> Tensor:
+    """The reference in float64, 64 queries at a time: its matrix of weights would be gigabytes."""
+    parts = []
+    for first in range(0, q.shape[2], 64):
+        block = q[:, :, first : first + 64]
+        seen = (
+            k.shape[2] - q.shape[2] + first + block.shape[2]
+        )  # the block's last query sees its own key and no later one
+        tensors = [block, k[:, :, :seen], v_base[:, :, :seen]]
+        if lr:
+            tensors += [lr[0][:, :seen], lr[1]]
+        out = reference_attention(*(tensor.double() for tensor in tensors))
+        assert isinstance(out, Tensor)
+        parts.append(out)
+    return torch.cat(parts, 2)
+
+
 @torch.inference_mode()
-def _interleaved(contenders: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, list[float]]:
+def _interleaved(
+    contenders: dict[str, Callable[[], Tensor]], repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
         run()
     for _ in range(repeats):
         for name, run in contenders.items():
-            begin = time.perf_counter()
+            begin = clock()
             run()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(clock() - begin)
     return times
