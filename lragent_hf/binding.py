@@ -195,7 +195,7 @@ class ModelBinding:
                 if self.forward.keys is not None:
                     layer.split_keys()
                 for site in layer.sites if self.forward.keys is not None else (layer.v,):
-                    site.tap.place(site.module, self.forward.plan.agent)
+                    site.tap.place(site.hooked, self.forward.plan.agent)
         if not self.forward.keep_attention:
             self._switch_attention()
 

@@ -54,6 +54,8 @@ class LoRASharedCache(Cache):
             D.1). False: keys are shared whole, as the agent that ran a token first made them (the paper's main setting).
         key_working_copy: keep the active agent's keys materialised, in one buffer for all agents: made anew at a hand-over,
             extended as tokens come. Decoding then costs what it costs without LoRA on k_proj. Default: on a CPU.
+        value_working_copy: the same for values. On a CPU decoding then costs what it does under ``full_shared``, in half
+            precision above all; the cache takes half as much again.
         recompute_layers: for ``"droidspeak"``: indices of the layers whose K and V an agent rewrites as it runs what it has
             not read. ``droidspeak_layers`` finds them.
         hidden_cache: for ``"droidspeak"``: also cache the input of the first recomputed layer, so that an agent taking over
@@ -80,6 +82,7 @@ class LoRASharedCache(Cache):
         agents: Sequence[str] | None = None,
         key_lr: bool = True,
         key_working_copy: bool | None = None,
+        value_working_copy: bool = False,
         recompute_layers: Sequence[int] | None = None,
         hidden_cache: bool = False,
         attention: str = "auto",
@@ -116,6 +119,7 @@ class LoRASharedCache(Cache):
         self.rotary = RotaryStore()
         on_cpu = self.binding.decoder.device.type == "cpu"
         self.key_working_copy = on_cpu if key_working_copy is None else key_working_copy
+        self.value_working_copy = value_working_copy
         stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)
         count = max([stated, *(index + 1 for index in self.binding.layers)])
         place = torch.device("cpu") if offload else None
@@ -168,7 +172,8 @@ class LoRASharedCache(Cache):
                 f"adapter_names gives adapters to {len(agent.rows)} rows and the forward brings {rows}. PEFT repeats names "
                 "for num_beams alone: for num_return_sequences repeat prompts and names yourself."
             )
-        if replaced or count > 1 or agent != self.ledger.last:
+        fresh = replaced or count > 1 or agent != self.ledger.last
+        if fresh:
             self._check_agent(agent)
         roster = self.roster.plan(binding, agent, not self.ledger.total)
         own = roster.own(agent)
@@ -190,7 +195,7 @@ class LoRASharedCache(Cache):
             self.roster = roster
             self.ledger.lr = {key: self.ledger.lr.get(key, 0) for key in roster.banks}
         return Forward(
-            self, self.ledger.plan(agent, keys, past, count), before, step, conventions, own, start, keep,
+            self, self.ledger.plan(agent, keys, past, count), before, step, conventions, own, start, keep, fresh,
         )  # fmt: skip
 
     def update(
@@ -369,6 +374,7 @@ class LoRASharedCache(Cache):
         path: str | os.PathLike[str],
         *,
         key_working_copy: bool | None = None,
+        value_working_copy: bool = False,
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
@@ -379,7 +385,8 @@ class LoRASharedCache(Cache):
         Args:
             model: as for the constructor, with every adapter loaded that the saved cache serves.
             path: the folder.
-            key_working_copy, attention, backend, reserve, offload: as for the constructor; the rest is the saved cache's.
+            key_working_copy, value_working_copy, attention, backend, reserve, offload: as for the constructor; the rest is
+                the saved cache's.
 
         Raises:
             CacheFileError: nothing is saved there, or it is torn, truncated or changed.
@@ -388,8 +395,8 @@ class LoRASharedCache(Cache):
         manifest = read_manifest(path)
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
-            key_lr=manifest["key_lr"], key_working_copy=key_working_copy, hidden_cache=manifest["hidden_cache"],
-            attention=attention, backend=backend, reserve=reserve, offload=offload,
+            key_lr=manifest["key_lr"], key_working_copy=key_working_copy, value_working_copy=value_working_copy,
+            hidden_cache=manifest["hidden_cache"], attention=attention, backend=backend, reserve=reserve, offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache

@@ -40,7 +40,8 @@ class Forward:
         backend: of `flash_lora_attention`.
         before: roster and LR lengths as they were, for `undo`.
         start: positions that a batch of rows with agents of their own takes over from these.
-        fresh: adapters are looked at again, whatever torch says of their being the same.
+        fresh: what was found out of model and adapters is found out again. Not for one more token of the same agent through
+            the same modules.
         rewritten: layers whose K and V are written from ``plan.rewrite_from`` on.
         hidden: the hidden-state cache at work, if there is one.
     """
@@ -55,6 +56,7 @@ class Forward:
         own: list[tuple[str, Hashable]],
         start: int,
         keep_attention: bool,
+        fresh: bool,
     ):
         self.cache, self.plan, self.step, self.conventions, self.own = cache, plan, step, conventions, own
         self.before, self.start = before, start
@@ -62,7 +64,7 @@ class Forward:
         self.keys = KeySplit(cache, plan, own, self._keep) if self.splits and cache.roster.splits_keys else None
         self.keep_attention = keep_attention
         self.backend = cache.backend
-        self.fresh = step.count > 1 or plan.agent != cache.ledger.last
+        self.fresh = fresh
         self.rewritten = frozenset(cache.scheme.recompute_layers or ())
         self.hidden: HiddenStates | None = None
         self._banks: list[tuple[Hashable, LRBank, int]] = [
@@ -156,20 +158,14 @@ class Forward:
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
         b_k = self.keys.fold(layer, key) if layer is not None and self.keys is not None else None
         parts = self._parts(store, stream, layer, b_k)
-        if parts:
-            whole = parts[-1]
-        elif layer is not None and self.keys is not None and b_k is not None and self.keys.works_on_copy(store, stream):
-            v_lr = store.read_lr("lr", layer.v.places, plan.stop)
-            whole = Part(self.keys.materialised(store, stream, layer, b_k), store.read("v", stream, plan.stop), v_lr)
-        else:
-            whole = self._part(store, stream, layer, b_k, 0, plan.stop)
+        whole = parts[-1] if parts else self._whole(store, stream, layer, b, b_k)
         key, value = whole.k, whole.v
         if trained is not None:
             key = forbid_backward(key, trained)
         if layer is None or not (self.splits or parts):
             return key, value
         known = key if parts or whole.key is not None else None
-        reading = Reading(value, whole.v_lr, b, constant, gain, whole.key, parts, known)
+        reading = Reading(value, whole.v_lr, None if whole.v_lr is None else b, constant, gain, whole.key, parts, known)
         if self.keep_attention:
             return _reconstruct(key, value, reading)
         layer.reading = reading
@@ -199,7 +195,7 @@ class Forward:
             self._give_back()
         self.cache.roster, self.cache.ledger.lr = self.before
         for layer in self.cache.layers:
-            layer.work.cut(self.plan.past)
+            layer.cut_work(self.plan.past)
             if self._narrow:
                 layer.drop_work()
         if self._narrow:
@@ -231,7 +227,7 @@ class Forward:
     def _fold(self, layer: LayerBinding, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The agent's B, constant and gain on V, from the adapters as they are now."""
         site = layer.v
-        gain = layer.gains.read(layer.name, site.module, site.tap.replaced, value.shape[1], self.fresh)
+        gain = layer.gains.read(layer.name, site.hooked, site.tap.replaced, value.shape[1], self.fresh)
         undo = None if gain is None else gain.undo
         b, constant = site.fold(self.plan.agent, self.own, self.cache.roster.banks, value, undo)
         return (b, constant, None) if gain is None else (b, gain.constant(constant), gain.total)
@@ -251,6 +247,29 @@ class Forward:
             return Part(k, v)
         extra = None if self.keys is None or b_k is None else self.keys.added(store, layer, b_k, start, stop)
         return Part(k, v, store.read_lr("lr", layer.v.places, stop, start), extra)
+
+    def _whole(
+        self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b: Tensor | None, b_k: Tensor | None
+    ) -> Part:
+        """All that the agent reads in this layer, from working copies where there are any."""
+        stop = self.plan.stop
+        if b_k is None and not self.cache.value_working_copy:
+            return self._part(store, stream, layer, None, 0, stop)
+        k_copy = b_k is not None and store.works_on_copy("k", stream, self.cache.key_working_copy)
+        v_copy = b is not None and store.works_on_copy("v", stream, self.cache.value_working_copy)
+        if layer is None or not (k_copy or v_copy):
+            return self._part(store, stream, layer, b_k, 0, stop)
+        whole = self._part(store, stream, layer, None if k_copy else b_k, 0, stop)
+        if k_copy and self.keys is not None and b_k is not None:
+            whole = whole._replace(k=self.keys.materialised(store, stream, layer, b_k))
+        if v_copy and b is not None:
+
+            def make(start: int, stop: int) -> Tensor:
+                part = self._part(store, stream, layer, None, start, stop)
+                return part.v if part.v_lr is None else part.v + part.v_lr.unsqueeze(1) @ b
+
+            whole = whole._replace(v=store.work["v"].read(layer.v.places, b, stop, make), v_lr=None)
+        return whole
 
     def _parts(
         self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None

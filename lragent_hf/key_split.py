@@ -83,13 +83,6 @@ class KeySplit:
         cos, sin = self.cache.rotary.read(layer.kind, layer.angles[0].device, stop, start)
         return KeyLR(k_lr, b, cos, sin, rotation.interleaved)
 
-    def works_on_copy(self, store: SharedLayer, stream: Hashable) -> bool:
-        """Whether keys are materialised. Not for a fork, which would copy what it shares, nor for offloaded buffers."""
-        works = self.cache.key_working_copy and store.device in (None, store.home) and not store.k[stream].prefix
-        if not works:
-            store.drop_work()
-        return works
-
     def materialised(self, store: SharedLayer, stream: Hashable, layer: LayerBinding, b: Tensor) -> Tensor:
         """The agent's keys, K_base and what its adapters add, from the layer's working copy."""
 
@@ -98,7 +91,7 @@ class KeySplit:
             base = store.read("k", stream, stop, start)
             return base if extra is None else extra.added().add_(base)
 
-        return store.work.read(layer.k.places, b, self.plan.stop, make)
+        return store.work["k"].read(layer.k.places, b, self.plan.stop, make)
 
     def _rotation(self, layer: LayerBinding) -> Rotation:
         rotation = layer.rotation or self.rotations[layer.index]

@@ -19,7 +19,8 @@ class MemoryRow:
 
     Attributes:
         part: ``"K"`` (whole), ``"K_base"``, ``"V"`` (whole), ``"V_base"``, ``"LR"``, ``"K LR"``, ``"angles"`` (cos
-            and sin, by which what adapters add to keys is turned), ``"K working copy"`` or ``"hidden states"``.
+            and sin, by which what adapters add to keys is turned), ``"K working copy"``, ``"V working copy"`` or
+            ``"hidden states"``.
         owner: the agents it serves.
         tokens: positions in use.
         in_use_bytes, reserved_bytes: bytes of those positions, and of the buffers that hold them.
@@ -127,8 +128,9 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
             for key, buffer in layer.group(name).items():
                 owner = agent_label(key) if isinstance(key, tuple) else ", ".join(cache.roster.banks[key].adapters)
                 add(part, owner, ledger.valid(name, key), buffer)
-        if layer.work.valid:
-            add("K working copy", "the active agent", layer.work.valid, layer.work.buffer)
+        for name, copy in layer.work.items():
+            if copy.valid:
+                add(f"{name.upper()} working copy", "the active agent", copy.valid, copy.buffer)
     for buffer in cache.rotary.buffers():
         add("angles", everyone, ledger.rotary, buffer)
     if cache.hidden.capacity:

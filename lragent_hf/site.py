@@ -25,6 +25,7 @@ class Site:
 
     Attributes:
         name, child: its full name, and its name in the attention module.
+        hooked: the projection, as of when the forward began.
         position: its place in the lists of a bank.
         tap: what stands in for its adapters' variants.
         output: what it gave in this forward, to see what becomes of it on the way into the cache.
@@ -36,7 +37,7 @@ class Site:
         self.attention, self.name, self.child, self.position = attention, f"{name}.{child}", child, position
         self._project = project
         self.tap = Tap()
-        self._hooked: nn.Module | None = None
+        self.hooked: Any = None
         self._handle: Any = None
         self.forget()
 
@@ -57,11 +58,11 @@ class Site:
     def resolve(self) -> bool:
         """Hook the projection as it is now (loading an adapter can replace it). Returns whether it had changed."""
         module = self.module
-        if module is self._hooked:
+        if module is self.hooked:
             return False
         if self._handle is not None:
             self._handle.remove()
-        self._hooked = module
+        self.hooked = module
         self._handle = module.register_forward_hook(self._ran)
         return True
 
@@ -135,7 +136,7 @@ class Site:
             columns = banks[key].columns[self.position].get(adapter)
             if columns is None:
                 continue
-            b, bias = fold_b(self.module, adapter, like.shape[1], like.dtype)
+            b, bias = fold_b(self.hooked, adapter, like.shape[1], like.dtype)
             if undo is not None:
                 b, bias = undo(adapter, b), None if bias is None else undo(adapter, bias)
             if isinstance(agent, Mixed):

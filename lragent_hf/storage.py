@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .banks import Place
 from .buffer import GrowableBuffer
-from .working import WorkingKeys
+from .working import WorkingCopy
 
 __all__ = ["SharedLayer"]
 
@@ -31,7 +31,7 @@ class SharedLayer(CacheLayerMixin):
         self.v: dict[Hashable, GrowableBuffer] = {}
         self.lr: dict[Hashable, GrowableBuffer] = {}
         self.k_lr: dict[Hashable, GrowableBuffer] = {}
-        self.work = WorkingKeys()
+        self.work = {"k": WorkingCopy(), "v": WorkingCopy()}
         self.reserve, self.device = reserve, device
         self.home: torch.device | None = None  # where the rows come from
         # Weakly: buffers must die with their cache, not when the garbage collector gets round to it.
@@ -47,14 +47,14 @@ class SharedLayer(CacheLayerMixin):
         return found
 
     def buffers(self) -> Iterator[GrowableBuffer]:
-        """Every buffer of the layer, but the working copy."""
+        """Every buffer of the layer, but the working copies."""
         for _, group in self.groups():
             yield from group.values()
 
     def write_kv(self, stream: Hashable, start: int, key: Tensor, value: Tensor) -> None:
         """Store K and V [B, Hkv, q, D] of positions ``start`` and after."""
         self.home = key.device
-        self.work.cut(start)
+        self.cut_work(start)
         if stream not in self.k:
             self.k[stream], self.v[stream] = (GrowableBuffer(2, self.reserve, self.device) for _ in range(2))
         self.k[stream].write(start, key)
@@ -63,7 +63,7 @@ class SharedLayer(CacheLayerMixin):
     def write_lr(self, group: str, bank: Hashable, start: int, rows: Tensor) -> None:
         """Store LR rows [B, q, width] of positions ``start`` and after: of values ("lr") or of keys ("k_lr")."""
         buffers = self.group(group)
-        self.work.cut(start)
+        self.cut_work(start)
         if bank not in buffers:
             buffers[bank] = GrowableBuffer(1, self.reserve, self.device)
         buffers[bank].write(start, rows)
@@ -91,7 +91,7 @@ class SharedLayer(CacheLayerMixin):
         for name, group in self.groups():
             for key, buffer in group.items():
                 buffer.truncate(length_of(name, key))
-        self.work.cut(max((length_of("k", stream) for stream in self.k), default=0))
+        self.cut_work(max((length_of("k", stream) for stream in self.k), default=0))
 
     def clear(self) -> None:
         """Give all storage back."""
@@ -99,10 +99,26 @@ class SharedLayer(CacheLayerMixin):
             group.clear()
         self.drop_work()
 
-    def drop_work(self) -> None:
-        """Let go of the working copy: it is made anew when it is asked for."""
-        if self.work.buffer.capacity:
-            self.work = WorkingKeys()
+    def cut_work(self, length: int) -> None:
+        """What the working copies hold of positions from ``length`` on is not as it was."""
+        for copy in self.work.values():
+            copy.cut(length)
+
+    def drop_work(self, *names: str) -> None:
+        """Let go of the working copies of these ("k", "v"), or of both: they are made anew when they are asked for."""
+        for name in names or self.work:
+            if self.work[name].buffer.capacity:
+                self.work[name] = WorkingCopy()
+
+    def works_on_copy(self, name: str, stream: Hashable, wanted: bool) -> bool:
+        """Whether a working copy is used, if it is ``wanted``.
+
+        Not by a fork, which would copy what it shares, nor where buffers are offloaded.
+        """
+        works = wanted and self.device in (None, self.home) and not self.group(name)[stream].prefix
+        if not works:
+            self.drop_work(name)
+        return works
 
     def copy(self, cache: Any) -> "SharedLayer":
         """A copy of all buffers, for another cache."""

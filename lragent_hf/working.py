@@ -1,4 +1,5 @@
-"""The active agent's keys, materialised once: K_base + rot(K_lr B_k), for machines where that costs more than memory."""
+"""The active agent's keys or values, materialised once: K_base + rot(K_lr B_k), or V_base + V_lr B, where time is dearer
+than memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,17 +9,19 @@ from torch import Tensor
 from .banks import Place
 from .buffer import GrowableBuffer
 
-__all__ = ["WorkingKeys"]
+__all__ = ["WorkingCopy"]
 
 _CHUNK = 1024  # positions made at once, to bound the temporaries
 
 
-class WorkingKeys:
-    """One layer's keys [B, Hkv, L, D] of whichever agent ran last. Extended as tokens come, made anew at a hand-over.
+class WorkingCopy:
+    """One layer's keys, or its values, [B, Hkv, L, D] of whichever agent ran last.
+
+    Extended as tokens come, made anew at a hand-over.
 
     Attributes:
         buffer: where they lie.
-        valid: positions that are as K_base, LR and B are now.
+        valid: positions that are as base, LR and B are now.
         places, b: the LR and the B that they were made with.
     """
 
@@ -33,7 +36,7 @@ class WorkingKeys:
         self.valid = min(self.valid, length)
 
     def read(self, places: Sequence[Place], b: Tensor, stop: int, make: Callable[[int, int], Tensor]) -> Tensor:
-        """The keys of positions 0 to ``stop``, of which ``make(start, stop)`` gives those that are missing."""
+        """Those of positions 0 to ``stop``, of which ``make(start, stop)`` gives those that are missing."""
         if self.b is None or self.places != list(places) or self.b.shape != b.shape or not torch.equal(self.b, b):
             self.places, self.b, self.valid = list(places), b.clone(), 0
         while self.valid < stop:

@@ -339,7 +339,7 @@ def test_the_working_copy_is_let_go_of_where_it_is_not_used() -> None:
     assert "K working copy" not in parts()
     branch = cache.fork()
     turn(model, branch, "plan", IDS[[1, 0], :26])
-    assert not any(layer.work.valid for layer in branch.layers)
+    assert not any(layer.work["k"].valid for layer in branch.layers)
 
 
 def test_an_edited_b_counts_from_the_next_token_for_every_key() -> None:

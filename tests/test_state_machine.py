@@ -78,9 +78,12 @@ class Turns(RuleBasedStateMachine):
         shared_a=st.sampled_from((False, False, True)),
         keys=st.booleans(),
         late=st.booleans(),
+        values=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def start(self, rows: int, pads: int, window: int, shared_a: bool, keys: bool, late: bool, seed: int) -> None:
+    def start(
+        self, rows: int, pads: int, window: int, shared_a: bool, keys: bool, late: bool, values: bool, seed: int
+    ) -> None:
         self.spare, buffer._SPARE = buffer._SPARE, 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
         window = window if self.scheme in WINDOWED else 0
@@ -89,8 +92,9 @@ class Turns(RuleBasedStateMachine):
         name, _, hidden = self.scheme.partition(" ")
         layers = RECOMPUTED.get(self.scheme)
         self.cache = LoRASharedCache(
-            self.ours, name, handover_window=window, agents=agents, recompute_layers=layers, hidden_cache=bool(hidden)
-        )
+            self.ours, name, handover_window=window, agents=agents, value_working_copy=values, recompute_layers=layers,
+            hidden_cache=bool(hidden),
+        )  # fmt: skip
         self.runs = [
             NaiveRun(model, name, window, agents, recompute=layers or (), hidden=bool(hidden))
             for model in (eager, exact)
@@ -230,7 +234,8 @@ class Turns(RuleBasedStateMachine):
         """Go on with what was written to disk."""
         with tempfile.TemporaryDirectory() as folder:
             self.cache.save(Path(folder) / "cache")
-            self.cache = LoRASharedCache.load(self.ours, Path(folder) / "cache")
+            copies = self.cache.value_working_copy
+            self.cache = LoRASharedCache.load(self.ours, Path(folder) / "cache", value_working_copy=copies)
 
     @precondition(lambda self: len(self.branches) < 3)
     @rule()
@@ -342,6 +347,7 @@ def test_long_conversations(scheme: str, seed: int) -> None:
     machine.start(
         rows=1 + seed % 2,
         pads=seed % 4,
+        values=seed % 3 == 1,
         window=pick.choice((0, 0, 3, 7)),
         shared_a=seed % 4 == 3,
         keys=seed % 4 in (1, 2) or seed == 7,

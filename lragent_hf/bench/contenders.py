@@ -8,12 +8,15 @@ from transformers import Cache, DynamicCache
 from ..cache import LoRASharedCache
 from ..schemes import SCHEMES
 
-__all__ = ["AGENTS", "CONTENDERS", "NO_COPY", "Caches", "make_caches"]
+__all__ = ["AGENTS", "CONTENDERS", "NO_COPY", "VALUE_COPY", "Caches", "make_caches", "scheme_of"]
 
 AGENTS = ("plan", "act", "reflect")
 NO_COPY = "base_lr_shared_no_copy"
 """``base_lr_shared`` with ``key_working_copy=False``: of interest with adapters on k_proj."""
-CONTENDERS = ("three_dynamic", "one_dynamic", *SCHEMES)
+VALUE_COPY = "base_lr_shared_value_copy"
+"""``base_lr_shared`` with ``value_working_copy=True``: memory for speed, on a CPU."""
+_OPTIONS = {NO_COPY: {"key_working_copy": False}, VALUE_COPY: {"value_working_copy": True}}
+CONTENDERS = ("three_dynamic", "one_dynamic", *SCHEMES, VALUE_COPY)
 """``three_dynamic``: a cache per agent. ``one_dynamic``: one handed from agent to agent, the adapters' part lost."""
 
 
@@ -57,12 +60,16 @@ def make_caches(model: Any, name: str, recompute: Sequence[int] = (), **options:
     if name == "one_dynamic":
         shared = DynamicCache()
     else:
-        if name == NO_COPY:
-            name, options = "base_lr_shared", {"key_working_copy": False, **options}
+        options = {**_OPTIONS.get(name, {}), **options}
         if name == "droidspeak":
             options = {"recompute_layers": list(recompute), "hidden_cache": True, **options}
-        shared = LoRASharedCache(model, scheme=name, **options)
+        shared = LoRASharedCache(model, scheme=scheme_of(name), **options)
     return Caches(dict.fromkeys(AGENTS, shared))
+
+
+def scheme_of(name: str) -> str:
+    """The scheme of one of the library's contenders."""
+    return "base_lr_shared" if name in _OPTIONS else name
 
 
 def _dynamic_bytes(cache: Any) -> int:

@@ -27,8 +27,9 @@ _STYLES: dict[str, tuple[str, str, Any]] = {
     "base_shared": ("#56B4E9", "D", (0, (4, 2))),
     "base_lr_shared": ("#009E73", "v", "-."),
     "base_lr_stacked": ("#0072B2", "*", "-"),
+    "base_lr_shared_value_copy": ("#8C564B", "h", (0, (6, 2, 1, 2))),
 }
-_OTHER = ("#8C564B", "h", ":")
+_OTHER = ("#5B5B9E", "p", ":")
 _LOOK: Any = {
     "font.size": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",

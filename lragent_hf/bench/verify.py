@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contenders import NO_COPY, Caches, make_caches
+from .contenders import Caches, make_caches, scheme_of
 from .measure import make_clock
 from .trace import Turn, run_pass, total_tokens, turns
 
@@ -76,8 +76,7 @@ def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], part
 def _with_definitions(model: Any, name: str, recompute: Sequence[int]) -> Iterator[tuple[Caches, Caches]]:
     """Caches of a contender, and caches that are slow and plain but should give the same logits."""
     plain = {"backend": "reference", "key_working_copy": False}
-    scheme = "base_lr_shared" if name == NO_COPY else name
-    yield make_caches(model, name, recompute), make_caches(model, scheme, recompute, **plain)
+    yield make_caches(model, name, recompute), make_caches(model, scheme_of(name), recompute, **plain)
     if name == "droidspeak":  # kept hidden states are another's, so without them the logits are others
         yield (
             make_caches(model, name, recompute, hidden_cache=False),
