@@ -181,11 +181,15 @@ class ModelBinding:
                 if getattr(inputs["attention_mask"], "ndim", 0) != 2:
                     inputs["attention_mask"] = self.entered["attention_mask"]
         keep = bool(kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False))
+        states = kwargs.get("output_hidden_states")
+        states = getattr(decoder.config, "output_hidden_states", None) if states is None else states
         self._end_mixed_batch()  # of a call that was interrupted after the decoder: none other leaves any
         probe = self._prober()
         self._mixed_hooks = mixed_hooks(self.outer) if probe is not None and is_mixed_batch(probe) else []
         try:
-            self.forward = cache.begin(self, keep_attention=keep, **inputs)
+            self.forward = cache.begin(
+                self, keep_attention=keep, hidden_states=states is not None and states is not False, **inputs
+            )
         except Exception:
             self._end_mixed_batch()
             raise

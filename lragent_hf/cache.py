@@ -54,8 +54,8 @@ class LoRASharedCache(Cache):
             D.1). False: keys are shared whole, as the agent that ran a token first made them (the paper's main setting).
         key_working_copy: keep the active agent's keys materialised, in one buffer for all agents: made anew at a hand-over,
             extended as tokens come. Decoding then costs what it costs without LoRA on k_proj. Default: on a CPU.
-        value_working_copy: the same for values. On a CPU decoding then costs what it does under ``full_shared``, in half
-            precision above all; the cache takes half as much again.
+        value_working_copy: the same for values: attention over them is then the fused one of ``full_shared``, and the cache
+            takes half as much again. For decoding on a CPU in half precision; in float32 it gains nothing.
         recompute_layers: for ``"droidspeak"``: indices of the layers whose K and V an agent rewrites as it runs what it has
             not read. ``droidspeak_layers`` finds them.
         hidden_cache: for ``"droidspeak"``: also cache the input of the first recomputed layer, so that an agent taking over
@@ -107,13 +107,13 @@ class LoRASharedCache(Cache):
                 f"handover_window={handover_window} means nothing under {self.scheme.name!r}: an agent there reads nothing "
                 "that the window would make its own. Leave it 0, or use full_shared, base_lr_shared or base_lr_stacked."
             )
+        if hidden_cache and self.scheme.recompute_layers is None:
+            raise ValueError(f"hidden_cache means nothing under {self.scheme.name!r}: it is for 'droidspeak'.")
         self.binding: ModelBinding = attach(model)
         self.attention, self.backend = attention, backend
         self.ledger = Ledger(self.scheme, handover_window)
         self.trajectory = Trajectory()
         self._said_keep = False
-        if hidden_cache and self.scheme.recompute_layers is None:
-            raise ValueError(f"hidden_cache means nothing under {self.scheme.name!r}: it is for 'droidspeak'.")
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
         self.roster = Roster(self.scheme, align, key_lr, list(agents) if agents is not None else None)
         self.rotary = RotaryStore()
@@ -141,6 +141,7 @@ class LoRASharedCache(Cache):
         binding: ModelBinding,
         *,
         keep_attention: bool,
+        hidden_states: bool,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         attention_mask: Any,
@@ -184,11 +185,10 @@ class LoRASharedCache(Cache):
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
         keep = self._keeps_attention(keep_attention)
-        if keep and self.hidden_cache:
+        if self.hidden_cache and (keep or hidden_states):
             raise UnsupportedModelError(
-                f"{type(binding.decoder).__name__} runs its own attention function here (output_attentions, or none that "
-                "can be exchanged), which takes no query rows apart from the others. Make the cache with "
-                "hidden_cache=False."
+                f"{type(binding.decoder).__name__} gives out hidden states or attentions here, or its attention function "
+                "cannot be exchanged: not with rows that skip layers. Make the cache with hidden_cache=False."
             )
         before = self.roster, self.ledger.lr
         if roster is not self.roster:
@@ -396,7 +396,8 @@ class LoRASharedCache(Cache):
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
             key_lr=manifest["key_lr"], key_working_copy=key_working_copy, value_working_copy=value_working_copy,
-            hidden_cache=manifest["hidden_cache"], attention=attention, backend=backend, reserve=reserve, offload=offload,
+            hidden_cache=manifest.get("hidden_cache", False), attention=attention, backend=backend, reserve=reserve,
+            offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache

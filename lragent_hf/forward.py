@@ -81,7 +81,7 @@ class Forward:
         Rows with agents of their own then take over what these have cached.
         """
         record = self.cache.trajectory
-        if self.cache.hidden_cache and self.rewritten:
+        if self.cache.hidden_cache:
             self.hidden = HiddenStates(self.cache, self.plan, min(self.rewritten))
         if record.rows is not None and self.step.rows != record.rows:
             self._narrow = [(buffer, buffer.state()) for buffer in self.cache.buffers()]
@@ -158,6 +158,8 @@ class Forward:
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
         b_k = self.keys.fold(layer, key) if layer is not None and self.keys is not None else None
         parts = self._parts(store, stream, layer, b_k)
+        if parts:
+            store.drop_work()
         whole = parts[-1] if parts else self._whole(store, stream, layer, b, b_k)
         key, value = whole.k, whole.v
         if trained is not None:
@@ -179,6 +181,11 @@ class Forward:
             raise OutsideForwardError(
                 f"The forward ended without storing anything for layer(s) {sorted(missing or ()) or 'all'}: the model did "
                 "not use the cache it was given. Nothing was kept."
+            )
+        if idle := self.rewritten - self._updated:
+            self.undo()
+            raise UnsupportedModelError(
+                f"recompute_layers {sorted(idle)} store no K and V of their own in this model. Name others."
             )
         try:
             self.cache.trajectory.append(self.step, self.conventions)
@@ -259,17 +266,20 @@ class Forward:
         v_copy = b is not None and store.works_on_copy("v", stream, self.cache.value_working_copy)
         if layer is None or not (k_copy or v_copy):
             return self._part(store, stream, layer, b_k, 0, stop)
-        whole = self._part(store, stream, layer, None if k_copy else b_k, 0, stop)
+        extra = None
         if k_copy and self.keys is not None and b_k is not None:
-            whole = whole._replace(k=self.keys.materialised(store, stream, layer, b_k))
-        if v_copy and b is not None:
+            k = self.keys.materialised(store, stream, layer, b_k)
+        else:
+            k = store.read("k", stream, stop)
+            extra = None if self.keys is None or b_k is None else self.keys.added(store, layer, b_k, 0, stop)
+        if not v_copy or b is None:
+            return Part(k, store.read("v", stream, stop), store.read_lr("lr", layer.v.places, stop), extra)
 
-            def make(start: int, stop: int) -> Tensor:
-                part = self._part(store, stream, layer, None, start, stop)
-                return part.v if part.v_lr is None else part.v + part.v_lr.unsqueeze(1) @ b
+        def make(start: int, stop: int) -> Tensor:
+            base, v_lr = store.read("v", stream, stop, start), store.read_lr("lr", layer.v.places, stop, start)
+            return base if v_lr is None else base + v_lr.unsqueeze(1) @ b
 
-            whole = whole._replace(v=store.work["v"].read(layer.v.places, b, stop, make), v_lr=None)
-        return whole
+        return Part(k, store.work["v"].read(layer.v.places, b, stop, make), None, extra)
 
     def _parts(
         self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HiddenStates", "block_of"]
 
-# Arguments of a decoder layer that have a row a token, and the dimension of it. A 2-D mask has none: it is over keys.
-_ROWS = {"hidden_states": 1, "position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+# Arguments of a decoder layer that have a row a token elsewhere than [B, q, d] has it. A 2-D mask is over keys.
+_ROWS = {"position_embeddings": -2, "position_ids": -1}
 
 
 class HiddenStates:
@@ -47,11 +47,16 @@ class HiddenStates:
         """A layer below: keep the last rows of everything that has a row a token."""
         if self.run == self.count:
             return None
-        kwargs = {name: self._last(value, _ROWS[name]) if name in _ROWS else value for name, value in kwargs.items()}
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 4:
-            kwargs["attention_mask"] = self._last(mask, 2)
-        return (*(self._last(value, 1) for value in args[:1]), *args[1:]), kwargs
+        cut = {
+            name: self._last(value, _ROWS[name]) if name in _ROWS else self._rows(value)
+            for name, value in kwargs.items()
+        }
+        return tuple(map(self._rows, args)), cut
+
+    def _rows(self, value: Any) -> Any:
+        """Hidden states, per-layer inputs [B, q, d], and dense masks [B, 1 or H, q, L]."""
+        dim = {3: 1, 4: 2}.get(value.ndim) if isinstance(value, Tensor) else None
+        return value if dim is None else self._last(value, dim)
 
     def _last(self, value: Any, dim: int) -> Any:
         if isinstance(value, tuple):

@@ -57,12 +57,12 @@ class MemoryReport:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of K, V and LR in use."""
+        """Bytes in use, of all rows."""
         return sum(row.in_use_bytes for row in self.rows)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the buffers for K, V and LR, spare room included."""
+        """Bytes of all buffers, spare room included."""
         return sum(row.reserved_bytes for row in self.rows)
 
     @property

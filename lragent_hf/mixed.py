@@ -28,7 +28,11 @@ def prefix_to_take(cache: "LoRASharedCache", agent: Agent, check: bool = False) 
             A of theirs is not the one that what they read was cached with (AdapterChangedError).
     """
     scheme, ledger = cache.scheme, cache.ledger
-    if not isinstance(agent, Mixed) or not ledger.total or "per_agent" not in (scheme.kv, scheme.lr):
+    if not isinstance(agent, Mixed) or not ledger.total:
+        return 0
+    if scheme.recompute_layers is not None:  # K and V are there for all, so that there is nothing to copy
+        return min(ledger.read_by(row, ()) for row in agent.rows)
+    if "per_agent" not in (scheme.kv, scheme.lr):
         return 0
     own = ledger.read_by(agent, cache.own_keys(agent))
     if own == ledger.total:

@@ -1,10 +1,11 @@
 """The droidspeak scheme, against its plain definition; the state machine drives it through everything else."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from oracle import NaiveRun, assert_turns, exact_twin
+from oracle import NaiveRun, activate, assert_close_to_oracle, assert_turns, exact_twin
 from tiny import active, assert_alone, assert_close, config, decoder_of, peft_model, run, tokens, turn, write
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
@@ -169,6 +170,112 @@ def test_a_failed_hand_over_leaves_the_rewritten_rows_as_they_were() -> None:
     assert not any(layer._forward_pre_hooks for layer in decoder_of(model).layers)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_rows_with_agents_of_their_own_start_where_these_stand(hidden: bool) -> None:
+    """Each row of the batch is what a batch of that row alone is, as long as the rows' agents have read equally far."""
+    model = peft_model(five_layers()).double()
+    ids = tokens(40, rows=2)
+    cache = LoRASharedCache(model, "droidspeak", recompute_layers=[1, 2], hidden_cache=hidden)
+    twins = [exact_twin(model) for _ in range(2)]
+    rows = [NaiveRun(twin, "droidspeak", recompute=(1, 2), hidden=hidden) for twin in twins]
+    for agent, stop in (("plan", 12), ("act", 20), ("plan", 20)):
+        turn(model, cache, agent, ids[:, :stop])
+        for row, one in enumerate(rows):
+            activate(one.model, (agent,))
+            one.forward((agent,), ids[row : row + 1, one.length((agent,)) : stop], None)
+    for start, stop in ((20, 26), (26, 27)):
+        with torch.no_grad():
+            got = model(input_ids=ids[:, start:stop], adapter_names=["plan", "act"], **{CACHE_ARG: cache}).logits
+        for row, (agent, one) in enumerate(zip(("plan", "act"), rows, strict=True)):
+            activate(one.model, (agent,))
+            assert one.length((agent,)) == start
+            want = one.forward((agent,), ids[row : row + 1, start:stop], None)
+            assert (got[row] - want[0]).abs().max() < 1e-9 * (1 + want.abs().max())
+    for one in rows:
+        one.detach()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_row_expands_for_beams(hidden: bool) -> None:
+    model = peft_model(five_layers())
+    caches = [LoRASharedCache(model, "droidspeak", recompute_layers=[2], hidden_cache=hidden) for _ in range(2)]
+    for cache in caches:
+        turn(model, cache, "plan", IDS[:, :14])
+    caches[1].batch_repeat_interleave(3)
+    model.set_adapter("act")
+    found = [write(model, IDS[:, :17], 5, cache, num_beams=3) for cache in caches]
+    assert torch.equal(*found)
+    assert not hidden or caches[0].hidden.read(21).shape == (3, 21, 48)
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"reserve": 64}, {"backend": "reference"}], ids=str)
+def test_hidden_states_lie_where_the_rest_does(options: dict[str, Any]) -> None:
+    model = peft_model(five_layers())
+    caches = [LoRASharedCache(model, "droidspeak", recompute_layers=[2], hidden_cache=True, **o) for o in ({}, options)]
+    for agent, stop in (("plan", 20), ("act", 26), ("plan", 40)):
+        got = []
+        for cache in caches:
+            with torch.inference_mode(stop == 26):  # a buffer written in one mode is read in the other
+                got.append(turn(model, cache, agent, IDS[:, :stop]))
+        assert_close(got[1], got[0])
+
+
+def test_it_runs_in_half_precision() -> None:
+    model = peft_model(five_layers())
+    twin = exact_twin(model)
+    model = model.bfloat16()
+    cache = LoRASharedCache(model, "droidspeak", recompute_layers=[2], hidden_cache=True)
+    naive = NaiveRun(twin, "droidspeak", recompute=(2,), hidden=True)
+    eager = NaiveRun(model_in(torch.bfloat16), "droidspeak", recompute=(2,), hidden=True)
+    for agent, stop in (("plan", 20), ("act", 30)):
+        got = turn(model, cache, agent, IDS[:, :stop])
+        for one in (naive, eager):
+            activate(one.model, (agent,))
+        exact, rough = (one.forward((agent,), IDS[:, one.length((agent,)) : stop], None) for one in (naive, eager))
+        assert_close_to_oracle(agent, got, exact, rough)
+    naive.detach()
+    eager.detach()
+
+
+def model_in(dtype: torch.dtype) -> Any:
+    """The same model again, with transformers' eager attention."""
+    model = peft_model(five_layers()).to(dtype)
+    model.base_model.model.set_attn_implementation("eager")
+    return model
+
+
+def test_a_recomputed_layer_that_stores_nothing_is_named() -> None:
+    model = peft_model()
+    decoder_of(model).layers[2].forward = lambda states, **_: states
+    cache = LoRASharedCache(model, "droidspeak", recompute_layers=[1, 2])
+    with pytest.raises(UnsupportedModelError, match=r"\[2\] store no K and V"):
+        turn(model, cache, "plan", IDS)
+    assert cache.get_seq_length() == 0
+
+
+def test_arguments_with_a_row_a_token_are_cut_whatever_they_are_called() -> None:
+    """As Gemma 3n hands each layer inputs of its own, by position."""
+    model = peft_model(five_layers())
+    layers = decoder_of(model).layers
+    seen: list[tuple[int, int]] = []
+    for layer in layers[:2]:
+        plain = layer.forward
+
+        def forward(states: Tensor, own: Tensor, *, plain: Any = plain, **kwargs: Any) -> Any:
+            seen.append((states.shape[1], own.shape[1]))
+            return plain(states + own, **kwargs)
+
+        layer.forward = forward
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: ((*args, torch.zeros_like(args[0])), kwargs) if len(args) == 1 else None,
+            with_kwargs=True, prepend=True,
+        )  # fmt: skip
+    cache = LoRASharedCache(model, "droidspeak", recompute_layers=[2], hidden_cache=True)
+    turn(model, cache, "plan", IDS[:, :20])
+    turn(model, cache, "act", IDS[:, :26])
+    assert seen == [(20, 20), (20, 20), (6, 6), (6, 6)]
+
+
 def test_refusals() -> None:
     model = peft_model()
     with pytest.raises(ValueError, match="droidspeak_layers"):
@@ -190,8 +297,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="kept whole"):
         Scheme("odd", "shared", "stacked", "", recompute_layers=(1,))
     cache = LoRASharedCache(model, "droidspeak", recompute_layers=[1], hidden_cache=True)
-    with pytest.raises(UnsupportedModelError, match="hidden_cache=False"):
-        model(input_ids=IDS, output_attentions=True, **{CACHE_ARG: cache})
+    for option in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(UnsupportedModelError, match="hidden_cache=False"):
+            model(input_ids=IDS, **{option: True, CACHE_ARG: cache})
+    plain = LoRASharedCache(model, "droidspeak", recompute_layers=[1])
+    assert len(model(input_ids=IDS, output_hidden_states=True, **{CACHE_ARG: plain}).hidden_states) == 4
     assert cache.get_seq_length() == 0
 
 

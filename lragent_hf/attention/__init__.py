@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ BACKENDS = ("auto", "reference", "blockwise", "triton")
 
 _log = logging.getLogger("lragent_hf")
 _said: set[str] = set()
+_chosen: dict[str, str] = {}
 
 
 def flash_lora_attention(
@@ -138,9 +138,14 @@ def run_backend(
 
 
 @torch.compiler.assume_constant_result
-@cache
 def _automatic(device: str) -> str:
     """The backend for a device type, chosen at its first use and logged."""
+    if device not in _chosen:
+        _chosen[device] = _choose(device)
+    return _chosen[device]
+
+
+def _choose(device: str) -> str:
     choice, why = "blockwise", f"PyTorch matrix products suit device {device!r}"
     if device == "cuda":
         try:

@@ -100,12 +100,16 @@ def attention(
     v_lr = b = bias = gain = extra = None
     parts: Sequence[Part] = ()
     backend = "auto"
+    known = False
     if layer is not None and layer.owner.forward is not None:
         backend = layer.owner.forward.backend
+        # One more token of the same agent through the same modules: as what was checked before, unless dtypes changed.
+        known = not layer.owner.forward.fresh
         query = forbid_backward(query, query)
         if layer.owner.forward.splits or layer.reading is not None:
             reading = _take(layer, key, value)
             v_lr, b, bias, gain = reading.v_lr, reading.b, reading.bias, reading.gain
+            known = known and (b is None or b.dtype == key.dtype == value.dtype)
             extra, parts = reading.key, reading.parts
     # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
     if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
@@ -137,8 +141,7 @@ def attention(
                 backend=backend,
             )  # fmt: skip
         else:
-            # What the cache hands out for one more token is made like what was checked with the prompt.
-            attend = run_backend if query.shape[2] == 1 else flash_lora_attention
+            attend = run_backend if known and query.shape[2] == 1 else flash_lora_attention
             output = attend(  # type: ignore[assignment]  # a tensor: no return_lse
                 query, key, value, v_lr, b, scale=scaling, causal=bool(is_causal), window=window,
                 key_padding_mask=attention_mask, softcap=softcap, backend=backend,

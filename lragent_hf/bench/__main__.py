@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from . import append, kernel, memory, report, speed
+from . import append, kernel, memory, report, speed, step
 from .contenders import CONTENDERS, NO_COPY
 from .models import MODULES
 from .shapes import SHAPES
@@ -45,6 +45,16 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--limit", type=float, default=2.0, help="GiB up to which caches are filled, not predicted")
     _add_common_options(command)
 
+    command = commands.add_parser("step", help="one decode step: what is not matrix products, and whose it is")
+    command.add_argument("--length", type=int, nargs="+", default=[1024, 16384], help="tokens in the cache")
+    command.add_argument("--model", default="small", help="as for trace")
+    command.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="these contenders only")
+    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
+    command.add_argument("--steps", type=int, default=40)
+    _add_common_options(command)
+
     command = commands.add_parser("append", help="cost of appending one token at two lengths")
     command.add_argument("--lengths", type=int, nargs=2, default=(1024, 32768))
     command.add_argument("--repeats", type=int, default=9)
@@ -56,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     runs: dict[str, Callable[..., object]] = {
         "trace": speed.run_trace, "overlap": speed.run_overlap, "kernel": kernel.run, "memory": memory.run,
-        "append": append.run, "report": report.run,
+        "append": append.run, "step": step.run, "report": report.run,
     }  # fmt: skip
     runs[options.pop("command")](**options)
 
@@ -71,6 +81,7 @@ def _add_trace_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--only", nargs="+", choices=[*CONTENDERS, NO_COPY], help="these contenders only")
     command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
+    command.add_argument("--own-a", action="store_true", help="adapters that share no A (without base_lr_shared then)")
     command.add_argument("--rank", type=int, default=8)
     command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
     command.add_argument("--device", help="default: cuda if there is one")

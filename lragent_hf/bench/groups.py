@@ -3,21 +3,23 @@
 from collections.abc import Iterable, Sequence
 
 from .contenders import CONTENDERS
-from .record import SETTINGS, Row, number
+from .record import AGREE, Row, number
 from .stats import percentiles
 
-__all__ = ["Group", "contenders_of", "group_rows", "length_labels", "lengths_of", "median_of", "select_rows"]
+__all__ = [
+    "Group", "contenders_of", "group_rows", "length_labels", "lengths_of", "median_of", "ratio_of", "select_rows",
+]  # fmt: skip
 
 Group = tuple[dict[str, str], list[Row]]
-"""What rows agree on (``SETTINGS``), and the rows: only these are compared with each other."""
+"""What rows agree on (``AGREE``), and the rows: only these are compared with each other."""
 
 
 def group_rows(rows: Iterable[Row]) -> list[Group]:
     """Rows by what they must agree on to be compared."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[field] for field in SETTINGS), []).append(row)
-    return [(dict(zip(SETTINGS, key, strict=True)), group) for key, group in groups.items()]
+        groups.setdefault(tuple(row[field] for field in AGREE), []).append(row)
+    return [(dict(zip(AGREE, key, strict=True)), group) for key, group in groups.items()]
 
 
 def contenders_of(rows: Sequence[Row]) -> list[str]:
@@ -53,3 +55,18 @@ def median_of(
     found = select_rows(rows, contender, tokens, overlap)
     values = [value for row in found if (value := number(row, field)) is not None]
     return percentiles(values)[1] if values else None
+
+
+def ratio_of(over: Sequence[Row], under: Sequence[Row], field: str) -> float | None:
+    """Median of the ratios within each repeat, whose two sides met the same machine; ``None`` if there are none.
+
+    A side that was measured once stands for all repeats of the other.
+    """
+    sides = [{row["repeat"]: value for row in rows if (value := number(row, field))} for rows in (over, under)]
+    if not all(sides):
+        return None
+    left, right = ({key: side.get(key) for key in (*sides[0], *sides[1])} for side in sides)
+    lone = [next(iter(side.values())) if len(side) == 1 else None for side in sides]
+    pairs = [(left[key] or lone[0], right[key] or lone[1]) for key in left]
+    ratios = [a / b for a, b in pairs if a and b]
+    return percentiles(ratios)[1] if ratios else None

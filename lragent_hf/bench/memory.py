@@ -99,13 +99,12 @@ def run(
         trace = turns(length)
         for scheme in schemes:
             cell: dict[str, Any] = {"tokens": total_tokens(trace), "contender": scheme}
-            done = record.has({**cell, "case": "measured"}) or record.has({**cell, "case": "predicted"})
-            if done:
-                continue
             found = cache_bytes(
                 sizes, scheme, final_lengths(trace), rank=rank, dtype_bytes=kind.itemsize, recompute=recompute
             )
             fits = found <= limit * _GIB
+            if record.has({**cell, "case": "measured"}) or (not fits and record.has({**cell, "case": "predicted"})):
+                continue
             if fits:
                 found = fill(sizes, scheme, length, rank=rank, dtype=kind, recompute=recompute)
             status = "ok" if fits else "predicted"
@@ -118,7 +117,8 @@ def run(
 
 def _print(shape: str, rows: Sequence[Row], schemes: Sequence[str]) -> None:
     lengths = sorted({int(row["tokens"]) for row in rows})
-    found = {(row["contender"], int(row["tokens"])): row for row in rows}
+    by_case = sorted(rows, key=lambda row: row["case"], reverse=True)  # what is measured last, so that it counts
+    found = {(row["contender"], int(row["tokens"])): row for row in by_case}
 
     def gibibytes(scheme: str, tokens: int) -> float:
         return (number(found[scheme, tokens], "in_use_bytes") or 0.0) / _GIB

@@ -23,7 +23,9 @@ def default_dtype(name: str) -> str:
     return "float32" if name in ("tiny", "small") else "bfloat16"
 
 
-def load_model(name: str, modules: list[str], rank: int, dtype: torch.dtype, device: str, attn: str) -> Any:
+def load_model(
+    name: str, modules: list[str], rank: int, dtype: torch.dtype, device: str, attn: str, *, shared_a: bool = True
+) -> Any:
     """The model of that name with the agents' adapters, in eval mode.
 
     Args:
@@ -39,7 +41,7 @@ def load_model(name: str, modules: list[str], rank: int, dtype: torch.dtype, dev
     else:
         source = _packaged_folder() if name == _PACKAGED else name
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn).to(device)
-    return add_agents(model, modules, rank)
+    return add_agents(model, modules, rank, shared_a=shared_a)
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: str = "cpu", attn: str = "sdpa") -> Any:

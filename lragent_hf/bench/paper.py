@@ -78,8 +78,8 @@ def paper_at(numbers: Numbers | None, tokens: int) -> float | None:
 
 
 def paper_beyond(model: str, scheme: str, tokens: int) -> float | None:
-    """GB that table 22 has for a scheme beyond full_shared: weights fall out. ``None`` for models of another size."""
-    if model not in PAPER_SPEED:
+    """GB that table 22 has for a scheme beyond full_shared: weights fall out. ``None`` for other models than its own."""
+    if model != "ministral-8b":
         return None
     theirs, full = (paper_at(PAPER_MEMORY.get(name), tokens) for name in (scheme, "full_shared"))
     return None if theirs is None or full is None else theirs - full

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FIELDS", "SETTINGS", "Record", "Row", "number", "read_rows"]
+__all__ = ["AGREE", "FIELDS", "Record", "Row", "number", "read_rows"]
 
 Row = dict[str, str]
 """Field -> text, "" where it does not apply."""
@@ -14,13 +14,15 @@ Row = dict[str, str]
 SETTINGS = (
     "benchmark", "model", "modules", "rank", "dtype", "device", "device_name", "attn", "threads", "commit",
 )  # fmt: skip
+_VERSIONS = ("torch", "transformers", "peft")
+AGREE = (*SETTINGS, *_VERSIONS)
 """What rows must agree on to be compared."""
 _CELL = ("tokens", "overlap", "case", "contender", "repeat")
 _VALUES = (
     "status", "tokens_per_second", "seconds", "ttft_s", "prefilled", "in_use_bytes", "reserved_bytes", "peak_bytes",
     "peak_growth_bytes", "ms_p20", "ms_p50", "ms_p80",
 )  # fmt: skip
-FIELDS = (*SETTINGS, *_CELL, *_VALUES, "torch", "transformers", "peft", "date")
+FIELDS = (*SETTINGS, *_CELL, *_VALUES, *_VERSIONS, "date")
 """Columns of every CSV: one layout for all benchmarks, so that one file can hold several.
 
 ``ttft_s``: summed over turns. ``peak_growth_bytes``: ``peak_bytes`` beyond what was in use before the pass.
@@ -33,7 +35,7 @@ class Record:
 
     Args:
         path: the CSV, or ``None``: rows stay in memory.
-        common: columns that all rows have in common; with ``SETTINGS`` complete.
+        common: columns that all rows have in common; with ``AGREE`` complete.
 
     Attributes:
         rows: those found in the file (of the same settings, the commit included), then those added.
@@ -46,7 +48,7 @@ class Record:
         self.rows: list[Row] = []
         others = 0
         for row in read_rows(path) if path is not None and path.exists() else ():
-            if all(row[key] == self.common.get(key, "") for key in SETTINGS):
+            if all(row[key] == self.common.get(key, "") for key in AGREE):
                 self.rows.append(row)
             else:
                 others += 1

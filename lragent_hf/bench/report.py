@@ -1,15 +1,18 @@
-"""``report``: from CSVs of the other benchmarks, Markdown tables in the paper's layout beside its numbers, and plots."""
+"""``report``: from CSVs of the other benchmarks, Markdown tables in the paper's layout beside its numbers, and plots.
+
+Ratios are medians of the ratios within each repeat, not ratios of medians: the machine changes between repeats.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .groups import Group, contenders_of, group_rows, length_labels, lengths_of, median_of, select_rows
+from .groups import Group, contenders_of, group_rows, length_labels, lengths_of, median_of, ratio_of, select_rows
 from .paper import PAPER_OVERLAP, PAPER_SPEED, PAPER_TTFT, Numbers, paper_at, paper_beyond, paper_model
 from .record import Row, read_rows
 
 __all__ = ["as_markdown", "run"]
 
-_AGAINST = ("non_shared", "full_shared")
+_AGAINST = ("three_dynamic", "one_dynamic", "non_shared", "full_shared")
 _MISSING = "–"
 
 
@@ -100,9 +103,9 @@ def _overlap(group: Group) -> Iterator[str]:
             for name in names:
                 cells[name] = []
                 for share in shares:
-                    ours = [median_of(rows, n, tokens, "tokens_per_second", share) for n in (name, base)]
+                    mine, bases = (select_rows(rows, n, tokens, share) for n in (name, base))
                     theirs = [PAPER_OVERLAP.get(n, {}).get(share) for n in (name, base)]
-                    cells[name].append(_beside(_ratio(*ours), _ratio(*theirs)))
+                    cells[name].append(_beside(ratio_of(mine, bases, "tokens_per_second"), _ratio(*theirs)))
             yield from _table(f"Tokens/s / {base}'s: ours (the paper's, at 33.7k tokens)", heads, cells)
 
 
@@ -122,7 +125,8 @@ def _memory(group: Group) -> Iterator[str]:
             more = None if ours is None or full is None else (ours - full) / (1 << 30)
             beyond[name].append(_beside(more, paper_beyond(same["model"], name, tokens)))
     yield from _table("Cache at the end of the trace (~: predicted)", heads, sizes)
-    yield from _table("GiB beyond full_shared: ours (the paper's table 22, Ministral-8B)", heads, beyond)
+    title = "GiB beyond full_shared: ours (the paper's table 22: Ministral-8B, whose numbers are those of 32 layers)"
+    yield from _table(title, heads, beyond)
 
 
 def _kernel(group: Group) -> Iterator[str]:
@@ -148,27 +152,26 @@ def _conditions(group: Group) -> str:
     said = [same["device_name"], same["dtype"], f"{same['threads']} threads", f"rank {same['rank']}"]
     said += [f"LoRA on {same['modules']}"] if same["modules"] else []
     said += [f"attention {same['attn']}"] if same["attn"] else []
-    versions = " ".join(f"{name} {rows[-1][name]}" for name in ("torch", "transformers", "peft"))
-    repeats = len({row["repeat"] for row in rows})
-    said += [f"{repeats} repeats"] if repeats > 1 else []
-    return f"{', '.join(said)}; {versions}; commit {same['commit']}, {rows[-1]['date']}."
+    versions = " ".join(f"{name} {same[name]}" for name in ("torch", "transformers", "peft"))
+    dates = sorted({row["date"] for row in rows})
+    return (
+        f"{', '.join(said)}; {versions}; commit {same['commit']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
 
 
 def _cell(
     rows: Sequence[Row], name: str, tokens: int, field: str, show: Callable[[float], str], overlap: float | None = None
 ) -> str:
     value = median_of(rows, name, tokens, field, overlap)
-    if value is not None:
-        return show(value)
-    return (
-        "OOM"
-        if any(row["status"] in ("oom", "skipped") for row in select_rows(rows, name, tokens, overlap))
-        else _MISSING
-    )
+    found = select_rows(rows, name, tokens, overlap)
+    out = sum(row["status"] in ("oom", "skipped") for row in found)
+    if value is None:
+        return "OOM" if out else _MISSING
+    return f"{show(value)} (OOM in {out} of {len(found)})" if out else show(value)
 
 
 def _ratios(rows: Sequence[Row], name: str, base: str, tokens: int, field: str, paper: dict[str, Numbers]) -> str:
-    ours = _ratio(*(median_of(rows, n, tokens, field) for n in (name, base)))
+    ours = ratio_of(select_rows(rows, name, tokens), select_rows(rows, base, tokens), field)
     theirs = _ratio(*(paper_at(paper.get(n), tokens) for n in (name, base)))
     return _beside(ours, theirs)
 

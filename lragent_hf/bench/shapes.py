@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .. import schemes
+from ..schemes import DROIDSPEAK_LAYERS
 
 __all__ = ["SHAPES", "Shape", "recompute_layers"]
 
@@ -33,5 +33,4 @@ SHAPES: dict[str, Shape] = {
 
 def recompute_layers(name: str, layers: int) -> Sequence[int]:
     """Layers that ``droidspeak`` recomputes: the paper's for its models, else every third, from layer 1 on."""
-    known: dict[str, Sequence[int]] = getattr(schemes, "DROIDSPEAK_LAYERS", {})
-    return known.get(name, range(1, layers, 3))
+    return DROIDSPEAK_LAYERS.get(name, range(1, layers, 3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .contenders import CONTENDERS, Caches, make_caches
+from .contenders import CONTENDERS, Caches, make_caches, scheme_of
 from .environment import environment
 from .measure import PeakMemory, make_clock
 from .models import default_dtype, load_model
@@ -53,12 +53,14 @@ def _run(
     repeats: int,
     threads: int | None,
     csv: Path | None,
+    own_a: bool = False,
 ) -> list[Row]:
     """Verify, measure what the CSV lacks, print the table.
 
     Args:
         contexts: tokens of each long observation.
         overlaps: shares of the trace's tokens that agents have in common.
+        own_a: adapters share no A, so that base_lr_stacked keeps an LR each and base_lr_shared has nothing to offer.
         dtype, device, threads: ``None``: the model's usual one, a GPU if there is one, torch's choice.
         csv: rows are read from and appended to it; ``None``: nothing is kept.
 
@@ -69,10 +71,13 @@ def _run(
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or default_dtype(model)
+    if own_a:
+        contenders = [name for name in contenders if scheme_of(name) != "base_lr_shared"]
+    placed = " ".join(modules) + (", own A" if own_a else "")
     record = Record(
         csv,
         {
-            "benchmark": benchmark, "model": model, "modules": " ".join(modules), "rank": rank, "dtype": dtype,
+            "benchmark": benchmark, "model": model, "modules": placed, "rank": rank, "dtype": dtype,
             "attn": attn, "threads": torch.get_num_threads(), **environment(device),
         },
     )  # fmt: skip
@@ -85,10 +90,10 @@ def _run(
         for share in (overlaps[:1] if name == "three_dynamic" else overlaps)
     ]
     if not all(record.has(vars(cell)) for cell in cells):
-        loaded = load_model(model, modules, rank, getattr(torch, dtype), device, attn)
+        loaded = load_model(model, modules, rank, getattr(torch, dtype), device, attn, shared_a=not own_a)
         recompute = recompute_layers(model, loaded.config.num_hidden_layers)
-        parts = sorted({divergence(turns(0), share) for share in overlaps if share < 1})
-        verify(loaded, contenders, recompute, parts[len(parts) // 2 :][:1])
+        shares = sorted(share for share in overlaps if 0 < share < 1)
+        verify(loaded, contenders, recompute, shares[len(shares) // 2 :][:1])
         clock = make_clock(device)
 
         def measure(cell: Cell) -> dict[str, Any]:

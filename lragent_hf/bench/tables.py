@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from .groups import ratio_of
 from .record import Row, number
 from .stats import percentiles
 
@@ -51,8 +52,13 @@ def _print_table(groups: dict[str, list[Row]]) -> None:
                 ("peak_bytes", 10),
             )
         )
-        ratios = "".join(f"{mid / percentiles(rates[other])[1]:>16.3f}" for other in against)
+        ratios = "".join(f"{_ratio(group, groups[other]):>16}" for other in against)
         print(f"{name:23}{low:>10.0f}{mid:>8.0f}{high:>8.0f}{ttft}{prefilled:>10}{memory}{ratios}")
+
+
+def _ratio(over: Sequence[Row], under: Sequence[Row]) -> str:
+    found = ratio_of(over, under, "tokens_per_second")
+    return "-" if found is None else f"{found:.3f}"
 
 
 def _values(group: Sequence[Row], field: str) -> list[float]:

@@ -38,10 +38,9 @@ def final_lengths(trace: Sequence[Turn]) -> dict[str, int]:
     return {agent: stop - 1 for (agent, _, _), stop in zip(trace, stops, strict=True)}
 
 
-def divergence(trace: Sequence[Turn], share: float) -> int:
-    """The turn at which agents part when ``share`` of the tokens are common to them: the first boundary at or after."""
-    boundaries = [0, *accumulate(incoming + generated for _, incoming, generated in trace)]
-    return next(index for index, stop in enumerate(boundaries) if stop >= share * boundaries[-1])
+def divergence(trace: Sequence[Turn], share: float) -> int | None:
+    """The position at which agents part when ``share`` of the tokens are common to them; ``None``: they never do."""
+    return None if share >= 1 else round(share * total_tokens(trace))
 
 
 @dataclass
@@ -77,24 +76,34 @@ def run_pass(
     Args:
         tokens: [1, total_tokens(trace)], what comes in and what is "generated", on the model's device.
         clock: seconds; once all work handed to the device is done.
-        part_at: the turn before which each agent gets a fork of its own. None: they share to the end.
+        part_at: the position from which each agent goes on in a fork of its own. None: they share to the end.
         keep: whether to keep the logits of each turn.
     """
     result = Pass()
     stop = 0
-    begin = clock()
-    for index, (agent, incoming, generated) in enumerate(trace):
-        if index == part_at:
+
+    def run(agent: str, start: int, stop: int) -> Tensor:
+        """Positions ``start`` to ``stop``, in two forwards where agents part in between."""
+        nonlocal part_at
+        if part_at is not None and part_at < stop:
+            if start < part_at:
+                model(tokens[:, start:part_at], logits_to_keep=1, **{CACHE_ARG: caches.of[agent]})
+                start = part_at
             caches.part()
+            part_at = None
+        logits: Tensor = model(tokens[:, start:stop], logits_to_keep=1, **{CACHE_ARG: caches.of[agent]}).logits
+        return logits
+
+    begin = clock()
+    for agent, incoming, generated in trace:
         model.set_adapter(agent)
-        cache = caches.of[agent]
-        start, stop = cache.get_seq_length(), stop + incoming
+        start, stop = caches.of[agent].get_seq_length(), stop + incoming
         first = clock()
-        logits = model(tokens[:, start:stop], logits_to_keep=1, **{CACHE_ARG: cache}).logits
+        logits = run(agent, start, stop)
         result.prefill_seconds += clock() - first
         result.prefilled += stop - start
         for _ in range(generated - 1):
-            logits = model(tokens[:, stop : stop + 1], logits_to_keep=1, **{CACHE_ARG: cache}).logits
+            logits = run(agent, stop, stop + 1)
             stop += 1
         stop += 1
         if keep:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from .contenders import Caches, make_caches, scheme_of
 from .measure import make_clock
-from .trace import Turn, run_pass, total_tokens, turns
+from .trace import Turn, divergence, run_pass, total_tokens, turns
 
 __all__ = ["verify"]
 
 _GENERATED = 4  # a turn: enough to decode, and few enough for a model of 8B
 
 
-def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], part_at: Sequence[int] = ()) -> None:
+def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], shares: Sequence[float] = ()) -> None:
     """Compare each contender's logits, at the end of each turn, with its definition's.
 
     The definitions: plain ``DynamicCache``s for what they can express; for schemes that split values the reference
@@ -26,7 +26,7 @@ def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], part
 
     Args:
         recompute: layers that ``droidspeak`` recomputes.
-        part_at: turns at which agents are made to part as well, each in a run of its own.
+        shares: of the tokens, after which agents are made to part as well, each in a run of its own.
 
     Raises:
         SystemExit: a contender is wrong.
@@ -48,14 +48,14 @@ def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], part
     allowed = _allowed(rounding, exact, model.dtype)
     worst = 0.0
     for name in contenders:
-        for turn in (None, *part_at):
+        for position in (None, *(divergence(trace, share) for share in shares)):
             if name in ("three_dynamic", "non_shared"):
                 pairs = [(make_caches(model, name), exact)]
-            elif name == "one_dynamic" or (name == "full_shared" and turn is None):
+            elif name == "one_dynamic" or (name == "full_shared" and position is None):
                 pairs = [(make_caches(model, name), merged)]
             else:
-                pairs = [(got, logits(want, turn)) for got, want in _with_definitions(model, name, recompute)]
-            error = max(_distance(logits(got, turn), want) for got, want in pairs)
+                pairs = [(got, logits(want, position)) for got, want in _with_definitions(model, name, recompute)]
+            error = max(_distance(logits(got, position), want) for got, want in pairs)
             if not error <= allowed:  # nor if it is not a number
                 raise SystemExit(
                     f"{name} is wrong: its logits are off by {error:.3g}, allowed {allowed:.3g}. No speed is printed."

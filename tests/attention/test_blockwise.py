@@ -237,6 +237,7 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
 @pytest.fixture
 def fresh_choice(monkeypatch):
     monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_chosen", {})
 
 
 def test_auto_says_once_what_it_took(fresh_choice, caplog):

@@ -100,6 +100,7 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(case, reason):
 @pytest.fixture
 def fresh_choice(monkeypatch):
     monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_chosen", {})
 
 
 def test_auto_takes_what_serves_the_call_and_says_so_once(fresh_choice, caplog, monkeypatch):
