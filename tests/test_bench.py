@@ -339,8 +339,8 @@ def test_report_of_overlap_memory_and_kernel(written: Callable[[list[Row]], str]
     for name, gibibytes in (("full_shared", 8), ("non_shared", 24)):
         rows.append(
             row(
-                benchmark="memory", model="ministral-8b", tokens=66448, contender=name, case="predicted", status="predicted",
-                in_use_bytes=gibibytes << 30,
+                benchmark="memory", model="ministral-8b", tokens=66448, contender=name, case="predicted",
+                status="predicted", in_use_bytes=gibibytes << 30,
             )
         )  # fmt: skip
     for name, ms in (("sdpa", 2.0), ("flash_lora", 1.5)):

@@ -77,6 +77,8 @@ def _trace(group: Group) -> Iterator[str]:
         ("Tokens/s", "tokens_per_second", PAPER_SPEED[model]),
         ("TTFT", "ttft_s", PAPER_TTFT[model]),
     ):
+        if any(name in same["modules"] for name in ("k_proj", "o_proj")):
+            paper = {}  # those numbers are for q_proj and v_proj
         for base in _AGAINST:
             if base in names:
                 cells = {name: [_ratios(rows, name, base, n, field, paper) for n in lengths] for name in names}
