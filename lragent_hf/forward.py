@@ -1,7 +1,6 @@
 """One forward with a shared cache: what v_proj's hook computes, what `update` stores, and how it ends."""
 
 from collections.abc import Callable, Hashable
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,6 @@ from torch.nn import functional
 
 from .agents import Mixed
 from .attention.interface import forbid_backward
-from .attention.parts import Part
 from .banks import LRBank
 from .buffer import GrowableBuffer
 from .errors import OutsideForwardError, UnsupportedModelError
@@ -20,7 +18,7 @@ from .layer import LayerBinding, Reading
 from .ledger import Plan
 from .mixed import take_over
 from .site import Site, check_input
-from .storage import SharedLayer
+from .source import Source, reconstruct
 from .trajectory import Step
 
 if TYPE_CHECKING:
@@ -157,10 +155,11 @@ class Forward:
         trained = next((states for states in (key, value) if states.requires_grad), None)
         b, constant, gain = self._fold(layer, value) if layer is not None and self.splits else (None, None, None)
         b_k = self.keys.fold(layer, key) if layer is not None and self.keys is not None else None
-        parts = self._parts(store, stream, layer, b_k)
-        if parts:
-            store.drop_work()
-        whole = parts[-1] if parts else self._whole(store, stream, layer, b, b_k)
+        source = Source(store, stream, layer, self.keys, b, b_k)
+        parts = [] if self.keep_attention else source.parts(plan.past, plan.stop)
+        whole = (
+            parts[-1] if parts else source.whole(self.cache.key_working_copy, self.cache.value_working_copy, plan.stop)
+        )
         key, value = whole.k, whole.v
         if trained is not None:
             key = forbid_backward(key, trained)
@@ -169,7 +168,7 @@ class Forward:
         known = key if parts or whole.key is not None else None
         reading = Reading(value, whole.v_lr, None if whole.v_lr is None else b, constant, gain, whole.key, parts, known)
         if self.keep_attention:
-            return _reconstruct(key, value, reading)
+            return reconstruct(key, value, reading)
         layer.reading = reading
         return key, value
 
@@ -238,75 +237,3 @@ class Forward:
         undo = None if gain is None else gain.undo
         b, constant = site.fold(self.plan.agent, self.own, self.cache.roster.banks, value, undo)
         return (b, constant, None) if gain is None else (b, gain.constant(constant), gain.total)
-
-    def _part(
-        self,
-        store: SharedLayer,
-        stream: Hashable,
-        layer: LayerBinding | None,
-        b_k: Tensor | None,
-        start: int,
-        stop: int,
-    ) -> Part:
-        """Positions ``start`` to ``stop`` of what the agent reads in this layer."""
-        k, v = store.read("k", stream, stop, start), store.read("v", stream, stop, start)
-        if layer is None:
-            return Part(k, v)
-        extra = None if self.keys is None or b_k is None else self.keys.added(store, layer, b_k, start, stop)
-        return Part(k, v, store.read_lr("lr", layer.v.places, stop, start), extra)
-
-    def _whole(
-        self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b: Tensor | None, b_k: Tensor | None
-    ) -> Part:
-        """All that the agent reads in this layer, from working copies where there are any."""
-        stop = self.plan.stop
-        if b_k is None and not self.cache.value_working_copy:
-            return self._part(store, stream, layer, None, 0, stop)
-        k_copy = b_k is not None and store.works_on_copy("k", stream, self.cache.key_working_copy)
-        v_copy = b is not None and store.works_on_copy("v", stream, self.cache.value_working_copy)
-        if layer is None or not (k_copy or v_copy):
-            return self._part(store, stream, layer, b_k, 0, stop)
-        extra = None
-        if k_copy and self.keys is not None and b_k is not None:
-            k = self.keys.materialised(store, stream, layer, b_k)
-        else:
-            k = store.read("k", stream, stop)
-            extra = None if self.keys is None or b_k is None else self.keys.added(store, layer, b_k, 0, stop)
-        if not v_copy or b is None:
-            return Part(k, store.read("v", stream, stop), store.read_lr("lr", layer.v.places, stop), extra)
-
-        def make(start: int, stop: int) -> Tensor:
-            base, v_lr = store.read("v", stream, stop, start), store.read_lr("lr", layer.v.places, stop, start)
-            return base if v_lr is None else base + v_lr.unsqueeze(1) @ b
-
-        return Part(k, store.work["v"].read(layer.v.places, b, stop, make), None, extra)
-
-    def _parts(
-        self, store: SharedLayer, stream: Hashable, layer: LayerBinding | None, b_k: Tensor | None
-    ) -> list[Part]:
-        """The cache of a fork as it lies, if the layer's attention can take it apart; else nothing."""
-        if layer is None or self.keep_attention:
-            return []
-        read = [store.k[stream], *(store.lr[key] for key, _ in layer.v.places)]
-        read += [store.k_lr[key] for key, _ in layer.k.places]
-        if not any(buffer.prefix for buffer in read):
-            return []
-        cuts = sorted({end for buffer in read for end in buffer.ends()})
-        if cuts[-1] > self.plan.past:
-            return []
-        bounds = [0, *cuts, self.plan.stop]
-        return [self._part(store, stream, layer, b_k, start, stop) for start, stop in pairwise(bounds) if start < stop]
-
-
-def _reconstruct(key: Tensor, value: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:
-    """K and V = V_base + V_lr B (paper, section 3; DoRA: times its gain), for attention that knows only K and V."""
-    dtype = value.dtype
-    if reading.key is not None:
-        key = key + reading.key.added()
-    if reading.v_lr is not None and reading.b is not None:
-        value = value + reading.v_lr.unsqueeze(1) @ reading.b
-    if reading.gain is not None:
-        value = value * reading.gain
-    if reading.bias is not None:
-        value = value + reading.bias
-    return key, value.to(dtype)

@@ -34,9 +34,10 @@ class HiddenStates:
         self.cache, self.plan, self.first = cache, plan, first
         self.count = plan.stop - plan.past
         self.run = min(self.count, max(1, plan.stop - cache.ledger.total))
-        blocks = [block_of(cache.binding.decoder, index) for index in range(first + 1)]
-        self._handles = [block.register_forward_pre_hook(self._cut, with_kwargs=True) for block in blocks[:-1]]
-        self._handles.append(blocks[-1].register_forward_pre_hook(self._feed, with_kwargs=True))
+        decoder = cache.binding.decoder
+        self._handles = [block_of(decoder, first).register_forward_pre_hook(self._feed, with_kwargs=True)]
+        for index in range(first if self.run < self.count else 0):
+            self._handles.append(block_of(decoder, index).register_forward_pre_hook(self._cut, with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -45,8 +46,6 @@ class HiddenStates:
 
     def _cut(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer below: keep the last rows of everything that has a row a token."""
-        if self.run == self.count:
-            return None
         cut = {
             name: self._last(value, _ROWS[name]) if name in _ROWS else self._rows(value)
             for name, value in kwargs.items()

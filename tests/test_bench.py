@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lragent_hf import SCHEMES
-from lragent_hf.bench import kernel, memory, report, schedule, speed, trace, verify
+from lragent_hf.bench import groups, kernel, memory, report, schedule, speed, step, trace, verify
 from lragent_hf.bench.__main__ import main
 from lragent_hf.bench.contenders import CONTENDERS, make_caches
 from lragent_hf.bench.models import load_model
@@ -380,6 +380,40 @@ def test_kernel_verifies_and_writes_rows(tmp_path: Path) -> None:
     assert [row["tokens"] for row in rows[::4]] == ["24", "24", "40", "40"]
     assert len(rows) == len(list(read_rows(tmp_path / "k.csv"))) == 16
     assert kernel.run(**asked) == rows
+
+
+def test_adapters_with_an_a_of_their_own(short: None) -> None:
+    rows = speed.run_trace([16], **options(own_a=True, only=["full_shared", "base_lr_shared", "base_lr_stacked"]))
+    assert [row["contender"] for row in rows] == ["full_shared", "base_lr_stacked"]
+    assert {row["modules"] for row in rows} == {"q_proj v_proj, own A"}
+    lengths = trace.final_lengths(short_turns(16))
+    want = memory.cache_bytes(SHAPES["tiny"], memory.OWN_A, lengths, dtype_bytes=4)
+    assert int(rows[1]["in_use_bytes"]) == want
+
+
+def test_a_ratio_is_the_median_of_those_within_a_repeat() -> None:
+    """The second repeat met a machine twice as slow; a side measured once stands for all."""
+    left = [row(repeat=repeat, seconds=value) for repeat, value in enumerate((3, 8, 5))]
+    right = [row(repeat=repeat, seconds=value) for repeat, value in enumerate((1, 2, 4))]
+    assert groups.ratio_of(left, right, "seconds") == 3.0  # of 3, 4 and 1.25; the medians' is 2.5
+    assert groups.ratio_of(left, right[1:2], "seconds") == 2.5
+    assert groups.ratio_of(left, [row(repeat=0, status="oom")], "seconds") is None
+
+
+def test_a_step_is_divided_and_everything_put_back(short: None, tmp_path: Path) -> None:
+    before = [getattr(owner, name) for owner, name, _ in step._COUNTED]
+    asked = {
+        "length": [24], "only": ["one_dynamic", "base_lr_shared"], "model": "tiny", "modules": ["q_proj", "v_proj"],
+        "rank": 4, "dtype": None, "steps": 2, "threads": None, "csv": tmp_path / "s.csv",
+    }  # fmt: skip
+    rows = step.run(**asked)
+    assert [getattr(owner, name) for owner, name, _ in step._COUNTED] == before
+    ms = {(row["contender"], row["case"]): float(row["ms_p50"]) for row in rows}
+    for name in ("one_dynamic", "base_lr_shared"):
+        assert 0 < ms[name, "products"] + ms[name, "cache"] < ms[name, "step"]
+    assert ms["one_dynamic", "cache"] == 0 < ms["base_lr_shared", "cache"]
+    assert step.run(**asked) == rows
+    assert len(list(read_rows(tmp_path / "s.csv"))) == 6
 
 
 @pytest.mark.parametrize("backend", ["with LR", "without"])

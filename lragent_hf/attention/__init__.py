@@ -124,8 +124,7 @@ def run_backend(
     backend: str = "auto",
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_lora_attention` without its checks, for arguments that were checked before: in decode they cost what a
-    matrix product does."""
+    """`flash_lora_attention` for arguments like some that it has checked: in decode its checks cost what a product does."""
     name = _automatic(q.device.type) if backend == "auto" else backend
     run = _named(name)
     if name == "triton" and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lragent_hf.attention.decode import decode, decode_row
 from lragent_hf.attention.fused import fusable, fused_attention
-from lragent_hf.attention.keys import add_key_scores
+from lragent_hf.attention.products import hide, log_sum_exp, lowest, mix, product
 from lragent_hf.attention.reference import rotated
 
 __all__ = ["blockwise_attention"]
@@ -31,7 +32,6 @@ __all__ = ["blockwise_attention"]
 _BLOCK_BYTES = 256  # rows of a query block times the element size: 64 rows in float32, 128 in half precision
 _MIN_ROWS = 16
 _SCRATCH_BYTES = 64 << 20  # blocks get shorter, down to _MIN_ROWS, rather than the score scratch larger than this
-_COPY_SIZE = 1 << 15  # elements a head: a half-precision product of this size goes head by head, see _product
 
 
 def blockwise_attention(
@@ -64,12 +64,18 @@ def blockwise_attention(
     """
     batch, heads, Lq, D = q.shape
     kv_heads, Lk = k.shape[1], k.shape[2]
-    special = (k_lr, window, key_padding_mask, softcap, return_lse or None)
-    if Lq == batch == 1 and Lk and v_lr is not None and b is not None and _plain(q, *special):
-        return _decode_row(q[0], k[0], v_base[0], v_lr[0], b, D**-0.5 if scale is None else scale)
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
     given = (q, k, v_base, v_lr, b, k_lr, b_k)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    special = any(one is not None for one in (k_lr, window, key_padding_mask, softcap))
+    if (
+        Lq == batch == 1
+        and Lk
+        and v_lr is not None
+        and b is not None
+        and not (special or grad or q.element_size() == 2)
+    ):
+        return decode_row(q[0], k[0], v_base[0], v_lr[0], b, D**-0.5 if scale is None else scale, return_lse)
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
     extra = None
     if k_lr is not None and b_k is not None:
         if Lq == 1 and not grad and _merges(k) and _merges(v_base):
@@ -110,7 +116,7 @@ def blockwise_attention(
         else:
             keys = k.flatten(0, 1).transpose(1, 2)  # [B*Hkv, D, Lk]
             if Lq == 1 and Lk:
-                out, lse = _decode(q, keys, values, v_lr, b, extra, scale, key_padding_mask, softcap, return_lse, grad)
+                out, lse = decode(q, keys, values, v_lr, b, extra, scale, key_padding_mask, softcap, return_lse, grad)
             else:
                 out, lse = _blocks(
                     q, keys, values, v_lr, b, scale, causal, window, key_padding_mask, softcap, return_lse, grad
@@ -124,54 +130,6 @@ def blockwise_attention(
         assert lse is not None
         return out, lse
     return out
-
-
-def _plain(q: Tensor, *special: object) -> bool:
-    """Whether a decode step asks for nothing but softmax(Q K^T) V."""
-    return q.element_size() > 2 and not torch.is_grad_enabled() and all(one is None for one in special)
-
-
-def _decode_row(q: Tensor, k: Tensor, v_base: Tensor, v_lr: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The common case of `_decode` in as few operations as it takes: at short contexts it is these that cost.
-
-    q [Hq, 1, D], k and v_base [Hkv, Lk, D], v_lr [Lk, R], b [Hkv, R, D] or with one row in front.
-    """
-    kv_heads, Lk, D = k.shape
-    rows = q.reshape(kv_heads, -1, D)
-    probs = torch.softmax(torch.bmm(rows * scale, k.transpose(1, 2)), -1)
-    low_rank = torch.mm(probs.view(-1, Lk), v_lr).view(kv_heads, rows.shape[1], -1)
-    out = torch.bmm(probs, v_base).baddbmm_(low_rank, b if b.dim() == 3 else b[0])
-    return out.view(1, -1, 1, D)
-
-
-def _decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    v_lr: Tensor | None,
-    b: Tensor | None,
-    extra: tuple[Any, ...] | None,
-    scale: float,
-    key_padding_mask: Tensor | None,
-    softcap: float | None,
-    return_lse: bool,
-    grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """One query a row, the last position: it sees every key. As `_blocks`; the query is scaled, not its Lk scores."""
-    batch, heads, _, D = q.shape
-    rows = q.reshape(keys.shape[0], -1, D) * (scale if softcap is None else scale / softcap)
-    if q.element_size() == 2:  # keys as the left factor are read as they lie; as the right one they would be packed
-        scores = torch.bmm(keys.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2).contiguous()
-    else:
-        scores = torch.bmm(rows, keys)
-    if extra is not None:
-        add_key_scores(scores, rows, *extra)
-    if softcap is not None:
-        scores = scores.tanh_() * softcap
-    if key_padding_mask is not None:
-        _hide(scores, ~key_padding_mask)
-    lse = _lse(scores).view(batch, heads, 1) if return_lse else None
-    return _mix(torch.softmax(scores, -1), values, v_lr, b, grad).view(batch, heads, 1, D), lse
 
 
 def _blocks(
@@ -219,14 +177,14 @@ def _blocks(
         if window is not None and (end := past + i + n - window) > low:
             position = torch.arange(past + i, past + i + n, device=q.device)
             left = position[:, None] - torch.arange(low, end, device=q.device) >= window
-            by_row[..., : end - low].masked_fill_(left, _lowest(scores))
+            by_row[..., : end - low].masked_fill_(left, lowest(scores))
         if padding is not None and (start := max(low, padding[0])) < (stop := min(high, padding[1])):
             assert key_padding_mask is not None
-            _hide(scores[:, :, start - low : stop - low], ~key_padding_mask[:, start:stop])
+            hide(scores[:, :, start - low : stop - low], ~key_padding_mask[:, start:stop])
         if lse is not None:
-            lse[:, :, i : i + n] = _lse(scores).view(batch, heads, n)
+            lse[:, :, i : i + n] = log_sum_exp(scores).view(batch, heads, n)
         probs = torch.softmax(scores, -1) if grad else torch.softmax(scores, -1, out=scores)
-        mixed = _mix(probs, values[:, low:high], v_lr if v_lr is None else v_lr[:, low:high], b, grad)
+        mixed = mix(probs, values[:, low:high], v_lr if v_lr is None else v_lr[:, low:high], b, grad)
         out[:, :, i : i + n] = mixed.view(batch, heads, n, D)
     return out, lse
 
@@ -235,54 +193,17 @@ def _scores(rows: Tensor, keys: Tensor, scale: float, softcap: float | None, scr
     """scale * rows @ keys, soft-capped: rows [N, M, D], keys [N, D, Lk] -> [N, M, Lk], in scratch if there is one."""
     shape = (rows.shape[0], rows.shape[1], keys.shape[2])
     place = None if scratch is None else scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-    scores = _product(rows, keys, place, scale if softcap is None else scale / softcap)
+    scores = product(rows, keys, place, scale if softcap is None else scale / softcap)
     if softcap is None:
         return scores
     return scores.tanh_() * softcap if place is None else scores.tanh_().mul_(softcap)
-
-
-def _mix(probs: Tensor, values: Tensor, v_lr: Tensor | None, b: Tensor | None, grad: bool) -> Tensor:
-    """P V_base + (P V_lr) B: probs [B*Hkv, M, Lk], values [B*Hkv, Lk, D], v_lr [B, Lk, R], b [B*Hkv, R, D]."""
-    out = _product(probs, values, None if grad else probs.new_empty(*probs.shape[:2], values.shape[2]))
-    if v_lr is None or b is None:
-        return out
-    # V_lr is the same for every head, so one product serves them all; B expands the small result, once a block.
-    every = probs.view(v_lr.shape[0], -1, probs.shape[2])  # [B, Hkv*M, Lk]
-    low_rank = _product(every, v_lr, None if grad else probs.new_empty(*every.shape[:2], v_lr.shape[2]))
-    low_rank = low_rank.view(out.shape[0], out.shape[1], -1)
-    if out.element_size() == 2:  # small, and faster in float32 than a half-precision product is set up
-        return torch.baddbmm(out.float(), low_rank.float(), b.float()).to(out.dtype)
-    return out.baddbmm_(low_rank, b)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor | None, alpha: float = 1.0) -> Tensor:
-    """alpha * a @ b, batched, into out if there is one; out is only written (beta=0 leaves what it held unread)."""
-    if out is None:
-        return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=alpha)
-    if a.element_size() == 2 and b.shape[1] * b.shape[2] >= _COPY_SIZE:
-        # Batched half-precision products on CPU first copy an operand whose heads lie apart, as those of a view of a
-        # longer buffer do: all of K at every step. One head's matrix is taken as it lies.
-        for out_h, a_h, b_h in zip(out.unbind(0), a.unbind(0), b.unbind(0), strict=True):
-            torch.addmm(out_h, a_h, b_h, beta=0, alpha=alpha, out=out_h)
-        return out
-    return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
-
-
-def _lowest(scores: Tensor) -> float:
-    """What hides a key. Finite, so that a row that sees nothing has no NaN on its way to being zeroed."""
-    return torch.finfo(scores.dtype).min
 
 
 def _hide_above_diagonal(by_row: Tensor) -> None:
     """by_row [..., n, keys]: the last n keys are the block's own; each row sees those up to itself."""
     n = by_row.shape[-2]
     above = torch.ones(n, n, dtype=torch.bool, device=by_row.device).triu_(1)
-    by_row[..., by_row.shape[-1] - n :].masked_fill_(above, _lowest(by_row))
-
-
-def _hide(scores: Tensor, hidden: Tensor) -> None:
-    """scores [B*Hkv, M, keys], hidden [B, keys] bool, True = do not attend."""
-    scores.unflatten(0, (hidden.shape[0], -1)).masked_fill_(hidden[:, None, None], _lowest(scores))
+    by_row[..., by_row.shape[-1] - n :].masked_fill_(above, lowest(by_row))
 
 
 def _padding_span(key_padding_mask: Tensor) -> tuple[int, int] | None:
@@ -298,10 +219,6 @@ def _blind(key_padding_mask: Tensor, Lq: int, Lk: int, causal: bool, window: int
     high = (position + 1).clamp_(min=0) if causal else torch.full_like(position, Lk)
     low = torch.zeros_like(position) if window is None else (position - window + 1).clamp_(min=0)
     return real[:, high] <= real[:, low]
-
-
-def _lse(scores: Tensor) -> Tensor:
-    return scores.logsumexp(-1) if scores.element_size() > 2 else scores.float().logsumexp(-1)
 
 
 def _merges(t: Tensor) -> bool:

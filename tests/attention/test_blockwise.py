@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lragent_hf import attention
-from lragent_hf.attention import blockwise, flash_lora_attention
+from lragent_hf.attention import blockwise, flash_lora_attention, products
 from lragent_hf.attention.reference import reference_attention
 from lragent_hf.errors import BackendUnavailableError
 
 
 def check(case: Case) -> None:
-    with mock.patch.multiple(blockwise, _BLOCK_BYTES=case.block_bytes, _MIN_ROWS=1, _COPY_SIZE=case.copy_size):
+    blocks = mock.patch.multiple(blockwise, _BLOCK_BYTES=case.block_bytes, _MIN_ROWS=1)
+    with blocks, mock.patch.object(products, "_COPY_SIZE", case.copy_size):
         cases.check(case, functools.partial(flash_lora_attention, backend="blockwise"))
 
 
@@ -56,6 +57,8 @@ calls = st.builds(
 @given(calls)
 @example(Case(Lq=3, past=-3))
 @example(Case(Lq=1, past=0, rank=1))
+@example(Case(batch=1, Lq=1, past=70, rank=8))
+@example(Case(batch=1, Lq=1, past=70, rank=3, b_per_row=True, scale=0.2, layout="interleaved"))
 @example(Case(Lq=200, past=100, group=4, D=64))
 @example(Case(Lq=9, past=-4, padding="blind"))
 @example(Case(key_rank=8, rotary="pairs", turning=4, b_per_row=True))
