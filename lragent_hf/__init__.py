@@ -5,13 +5,16 @@ Importing registers nothing and patches nothing; ``LoRASharedCache(model)`` atta
 
 from ._compat import CACHE_ARG
 from .attention import flash_lora_attention
-from .audit import AgentTrajectory, audit
+from .audit import audit
 from .binding import attach, detach
 from .cache import LoRASharedCache
 from .droidspeak import droidspeak_layers
 from .fidelity import Audit, Fidelity
 from .memory import MemoryReport, MemoryRow
 from .schemes import DROIDSPEAK_LAYERS, SCHEMES, Scheme
+from .similarity import layer_similarity
+from .similarity_report import SimilarityReport, SimilarityRow
+from .turns import AgentTrajectory
 
 __version__ = "0.1.0"
 
@@ -26,9 +29,12 @@ __all__ = [
     "MemoryReport",
     "MemoryRow",
     "Scheme",
+    "SimilarityReport",
+    "SimilarityRow",
     "attach",
     "audit",
     "detach",
     "droidspeak_layers",
     "flash_lora_attention",
+    "layer_similarity",
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "lora_a",
     "probes",
     "tuner_layers",
+    "unsplittable",
 ]
 
 
@@ -66,42 +67,44 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
     return folded, bias
 
 
+def unsplittable(module: nn.Module | None, adapters: Sequence[str], key: bool = False) -> tuple[str, str | None] | None:
+    """Why X W0 + (X A) B does not describe what these adapters do to a projection, and the way out; ``None`` if it does.
+
+    Args:
+        module: v_proj or k_proj as PEFT left it.
+        adapters: the adapters asked about.
+        key: it is k_proj: what adapters add to keys is turned by the rotary embedding, so it must be X A B and no more.
+    """
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        return "it has trainable copies of its own (modules_to_save)", "train it with LoRA"
+    if not isinstance(module, BaseTunerLayer):
+        if any(isinstance(part, BaseTunerLayer) for part in (() if module is None else module.modules())):
+            return f"adapters sit inside {type(module).__name__}, not on it", None
+        return None
+    if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
+        return "adapters of several kinds are stacked on it", "use LoRA adapters alone"
+    if not isinstance(module, LoraLayer):
+        if any(adapter in module._get_available_adapters() for adapter in adapters):
+            return f"its adapter is a {type(module).__module__}.{type(module).__name__}, not LoRA", "use LoRA adapters"
+        return None
+    if module.merged and not module.disable_adapters:
+        names = ", ".join(module.merged_adapters)
+        return f"adapter {names} is merged into the base weight", "call unmerge_adapter() first"
+    whys = (_not_plain(module, adapter, key) for adapter in adapters if adapter in module.lora_A)
+    return next((why for why in whys if why is not None), None)
+
+
 def check_splittable(where: str, module: nn.Module | None, adapters: Sequence[str], key: bool = False) -> None:
     """Refuse, by name, what X W0 + (X A) B does not describe on this projection.
 
     Args:
         where: its full name, for the message.
-        module: v_proj or k_proj as PEFT left it.
-        adapters: the adapters asked about.
-        key: it is k_proj: what adapters add to keys is turned by the rotary embedding, so it must be X A B and no more.
+        module, adapters, key: as for ``unsplittable``.
 
     Raises:
         UnsupportedAdapterError: with the adapter, the layer, the reason and the way out.
     """
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        raise _refused(where, "it has trainable copies of its own (modules_to_save)", "train it with LoRA", key)
-    if not isinstance(module, BaseTunerLayer):
-        if any(isinstance(part, BaseTunerLayer) for part in (() if module is None else module.modules())):
-            raise _refused(where, f"adapters sit inside {type(module).__name__}, not on it", None, key)
-        return
-    if isinstance(getattr(module, "base_layer", None), BaseTunerLayer):
-        raise _refused(where, "adapters of several kinds are stacked on it", "use LoRA adapters alone", key)
-    if not isinstance(module, LoraLayer):
-        if any(adapter in module._get_available_adapters() for adapter in adapters):
-            kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise _refused(where, f"its adapter is a {kind}, not LoRA", "use LoRA adapters", key)
-        return
-    if module.merged and not module.disable_adapters:
-        names = ", ".join(module.merged_adapters)
-        raise _refused(where, f"adapter {names} is merged into the base weight", "call unmerge_adapter() first", key)
-    for adapter in adapters:
-        if adapter in module.lora_A:
-            _check_lora(where, module, adapter, key)
-
-
-def _check_lora(where: str, layer: LoraLayer, adapter: str, key: bool) -> None:
-    """Refuse an adapter that is not X A B, or not now."""
-    if why := _not_plain(layer, adapter, key):
+    if why := unsplittable(module, adapters, key):
         raise _refused(where, *why, key)
 
 

@@ -1,7 +1,8 @@
 """What sharing changes, measured on the user's own adapters and trajectories.
 
 Every scheme runs the same tokens with the same turns; what its agents predict is compared with what they predict when each
-has read everything itself (``non_shared``, exact). The paper's numbers are of its adapters; these are of yours.
+has read everything itself (``non_shared``, exact). What each would cache then is compared too, layer by layer
+(``similarity``). The paper's numbers are of its adapters; these are of yours.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,32 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import PeftMixedModel, PeftModel
 from torch import Tensor, nn
 
 from ._compat import CACHE_ARG
-from .adapters import tuner_layers
 from .binding import attach
 from .cache import LoRASharedCache
 from .errors import LRAgentError
 from .fidelity import Audit, Fidelity
-from .schemes import SCHEMES, Scheme, resolve_scheme
+from .schemes import Scheme, resolve_scheme
+from .similarity import layer_similarity
+from .similarity_report import SimilarityReport
+from .turns import AgentTrajectory, Unchanged, activate, check_model, check_trajectory
 
-__all__ = ["AgentTrajectory", "audit"]
-
-
-@dataclass(frozen=True)
-class AgentTrajectory:
-    """Tokens, and who runs them.
-
-    Attributes:
-        input_ids: [L], integers.
-        turns: (agent, stop) in order: that adapter runs the tokens from where the last turn stopped up to ``stop``.
-            ``None`` is the base model. What it predicts is compared at every one of these tokens.
-    """
-
-    input_ids: Tensor
-    turns: Sequence[tuple[str | None, int]]
+__all__ = ["audit"]
 
 
 def audit(
@@ -42,32 +30,40 @@ def audit(
     trajectories: Iterable[AgentTrajectory],
     schemes: Sequence[str | Scheme] = ("full_shared", "base_shared", "base_lr_shared", "base_lr_stacked"),
     windows: Sequence[int] = (0,),
+    *,
+    reference: str | Scheme = "non_shared",
+    layers: bool = True,
     **options: Any,
 ) -> Audit:
-    """Compare schemes with ``non_shared`` on these trajectories.
+    """Compare schemes with a reference, and what agents would cache, on these trajectories.
 
-    All of them run in step, a turn at a time, so their caches are in memory together; logits are kept for one turn.
+    All schemes run in step, a turn at a time, so their caches are in memory together; logits are kept for one turn.
 
     Args:
         model: a ``PeftModel`` with the adapters that the turns name.
         trajectories: a few are enough to choose by; the more like real ones the better.
         schemes: names, or ``Scheme`` objects.
         windows: values of ``handover_window``, for the schemes that take one (0 for the others).
-        options: of ``LoRASharedCache``, for every scheme: ``key_lr=False``, say.
+        reference: the scheme that the others are compared with, without a window.
+        layers: also compare what the agents cache of each layer (``layer_similarity``): one more forward a trajectory,
+            with all agents in one batch.
+        options: of ``LoRASharedCache``, for every scheme, the reference included: ``key_lr=False``, say.
 
     Returns:
-        An ``Audit``. A scheme that refuses these adapters (``base_lr_shared`` without a shared A) is in ``refused``.
+        An ``Audit``. A scheme that refuses these adapters (``base_lr_shared`` without a shared A) is in ``refused``; why
+        layers were not compared is in ``layers_refused``.
 
     Raises:
         ValueError: turns that do not fit their tokens, an unknown adapter, or not one token after a hand-over; a model in
             training mode, or with merged adapters.
+        LRAgentError: the reference refuses these adapters.
     """
     binding = attach(model)
-    if any(module.training for module in binding.decoder.modules()):
-        raise ValueError("The model is in training mode, and dropout is noise to what is compared. Call model.eval().")
-    if any(getattr(layer, "merged", False) for _, _, _, layer in tuner_layers(binding.decoder)):
-        raise ValueError("An adapter is merged, and switching agents would unmerge it. Call unmerge_adapter() first.")
+    check_model(binding.decoder)
     wanted = [resolve_scheme(scheme) for scheme in schemes]
+    reference = resolve_scheme(reference)
+    own = {name: value for name, value in options.items() if name != "hidden_cache" or reference.recompute_layers}
+    LoRASharedCache(model, reference, **own)  # to fail now rather than at the first trajectory
     cases: list[tuple[Scheme, int]] = []
     refused: dict[str, str] = {}
     for scheme in wanted:
@@ -76,21 +72,37 @@ def audit(
                 LoRASharedCache(model, scheme, handover_window=window, **options)
                 cases.append((scheme, window))
             except LRAgentError as error:
-                refused[scheme.name] = " ".join(str(error).split())
+                refused[scheme.name] = _line(error)
     sums = [_Sums() for _ in cases]
     known = binding.adapters()
+    trajectories = list(trajectories)
     for number, trajectory in enumerate(trajectories):
-        _check(trajectory, number, known)
-        reference = LoRASharedCache(model, SCHEMES["non_shared"])
+        check_trajectory(trajectory, number, known)
+        reference_cache = LoRASharedCache(model, reference, **own)
         caches = [LoRASharedCache(model, scheme, handover_window=window, **options) for scheme, window in cases]
-        with _Unchanged(model):
-            _run(model, trajectory, reference, caches, sums)
+        with Unchanged(model):
+            _run(model, trajectory, reference_cache, caches, sums)
         for one, cache in zip(sums, caches, strict=True):
             one.cache_bytes.append(cache.memory_report().in_use_bytes)
     if cases and not sums[0].tokens:
-        raise ValueError("No trajectory has a turn after the first: there is no hand-over to audit.")
+        raise ValueError(
+            "No trajectory has a turn after the first with tokens to compare: there is no hand-over to audit."
+        )
     rows = tuple(one.row(scheme.name, window) for (scheme, window), one in zip(cases, sums, strict=True))
-    return Audit(rows, refused)
+    similarity, why = _layers(model, trajectories) if layers else (None, None)
+    return Audit(rows, refused, reference.name, similarity, why)
+
+
+def _layers(model: nn.Module, trajectories: Sequence[AgentTrajectory]) -> tuple[SimilarityReport | None, str | None]:
+    """The comparison of layers, or why there is none: what schemes cost is known by now, and not to be lost with it."""
+    try:
+        return layer_similarity(model, trajectories), None
+    except (ValueError, TypeError, RuntimeError) as error:  # ours, PEFT's on adapters it does not mix, out of memory
+        return None, _line(error)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 @dataclass
@@ -126,24 +138,8 @@ class _Sums:
         return Fidelity(
             scheme, window, self.tokens, self.kl / self.tokens, self.same / self.tokens, self.nll / targets,
             self.reference_nll / targets, self.prefilled, sum(self.cache_bytes) / len(self.cache_bytes),
-            tuple(total / count for total, count in self.by_turn),
+            tuple(total / count if count else float("nan") for total, count in self.by_turn),
         )  # fmt: skip
-
-
-def _check(trajectory: AgentTrajectory, number: int, known: Sequence[str]) -> None:
-    length, stop = len(trajectory.input_ids), 0
-    if trajectory.input_ids.ndim != 1 or trajectory.input_ids.is_floating_point():
-        shape = list(trajectory.input_ids.shape)
-        raise ValueError(f"Trajectory {number}: input_ids are integers [L], got {trajectory.input_ids.dtype} {shape}.")
-    for agent, end in trajectory.turns:
-        if not stop < end <= length:
-            raise ValueError(
-                f"Trajectory {number}: a turn ends at {end}, after one that ends at {stop}, and there are {length} tokens: "
-                "turns are (agent, stop) with growing stops."
-            )
-        if agent is not None and agent not in known:
-            raise ValueError(f"Trajectory {number}: {agent!r} is no adapter of the model. Loaded: {list(known)}.")
-        stop = end
 
 
 @torch.inference_mode()
@@ -157,15 +153,20 @@ def _run(
     ids = trajectory.input_ids.to(attach(model).decoder.device)[None]
     start = 0
     for turn, (agent, stop) in enumerate(trajectory.turns):
-        _activate(model, agent)
+        activate(model, agent)
         count = stop - start
         want, _ = _turn(model, reference, ids[:, :stop], count if turn else 1)
         following = ids[0, start + 1 : stop + 1]
+        chosen = None
+        if trajectory.written is not None:  # the first token of a turn was predicted by whoever had the turn before
+            chosen = trajectory.written[start + 1 : stop].to(ids.device)
+            following = following[: count - 1][chosen]
         for one, cache in zip(sums, caches, strict=True):
             got, ran = _turn(model, cache, ids[:, :stop], count if turn else 1)
             one.prefilled += ran
             if turn:
-                one.add(turn - 1, want, got, following)
+                sides = (want, got) if chosen is None else (want[:-1][chosen], got[:-1][chosen])
+                one.add(turn - 1, *sides, following)
         start = stop
 
 
@@ -174,44 +175,3 @@ def _turn(model: Any, cache: LoRASharedCache, ids: Tensor, keep: int) -> tuple[T
     past = cache.get_seq_length()
     logits: Tensor = model(input_ids=ids[:, past:], logits_to_keep=keep, **{CACHE_ARG: cache}).logits
     return logits[0, -keep:], ids.shape[1] - past
-
-
-class _Unchanged:
-    """Leaves who is active, what is disabled and what is trainable as it was."""
-
-    def __init__(self, model: Any):
-        self.model, self.decoder = model, attach(model).decoder
-
-    def __enter__(self) -> None:
-        self.active = self.model.base_model.active_adapters if _is_peft(self.model) else None
-        layers = [layer for _, _, _, layer in tuner_layers(self.decoder)]
-        self.layers = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in layers]
-        self.trained = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-
-    def __exit__(self, *error: Any) -> None:
-        if self.active:
-            self.model.base_model.set_adapter(self.active)
-        for layer, names, disabled in self.layers:
-            layer.set_adapter(names)
-            layer.enable_adapters(not disabled)
-        for parameter, trained in self.trained:
-            parameter.requires_grad_(trained)
-
-
-def _is_peft(model: Any) -> bool:
-    return isinstance(model, PeftModel | PeftMixedModel)
-
-
-def _activate(model: Any, agent: Any) -> None:
-    """Switch to an adapter, several, or (``None``) the base model."""
-    if _is_peft(model):
-        if agent is None:
-            model.base_model.disable_adapter_layers()
-            return
-        model.base_model.enable_adapter_layers()
-        model.base_model.set_adapter(agent)
-    elif agent is None:
-        model.disable_adapters()
-    else:
-        model.enable_adapters()
-        model.set_adapter(agent)

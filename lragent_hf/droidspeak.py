@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from .audit import AgentTrajectory, audit
+from .audit import audit
 from .binding import attach
 from .cache import LoRASharedCache
 from .schemes import SCHEMES
+from .turns import AgentTrajectory
 
 __all__ = ["droidspeak_layers"]
 
@@ -48,6 +49,7 @@ def droidspeak_layers(
             replace(SCHEMES["droidspeak"], recompute_layers=tuple(other for other in range(count) if other != layer))
             for layer in group
         ]
-        loss.update(zip(group, (row.kl for row in audit(model, trajectories, schemes).rows), strict=True))
+        rows = audit(model, trajectories, schemes, layers=False).rows
+        loss.update(zip(group, (row.kl for row in rows), strict=True))
     worst = sorted(loss, key=lambda layer: loss[layer], reverse=True)
     return tuple(sorted(worst[: max(1, round(fraction * count))]))

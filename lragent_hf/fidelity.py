@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .similarity_report import SimilarityReport
 
 __all__ = ["Audit", "Fidelity"]
 
@@ -19,7 +22,7 @@ class Fidelity:
         nll, reference_nll: mean negative log-likelihood of the next token that is there, nats.
         prefilled: tokens that agents ran in all, those of the first turn included.
         cache_bytes: bytes in use at the end, mean over trajectories.
-        by_turn: mean KL of the first, second, ... turn after the first: whether the error grows.
+        by_turn: mean KL of the first, second, ... turn after the first: whether the error grows. NaN: nothing compared.
     """
 
     scheme: str
@@ -41,10 +44,16 @@ class Audit:
     Attributes:
         rows: one a scheme and window, in the order asked for.
         refused: scheme -> why the library would not run it on these adapters.
+        reference: the scheme that was compared with.
+        layers: how much alike what the agents cache is, layer by layer; ``None`` if that was not asked for, or refused.
+        layers_refused: why layers were not compared, if they were to be.
     """
 
     rows: tuple[Fidelity, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    reference: str = "non_shared"
+    layers: "SimilarityReport | None" = None
+    layers_refused: str | None = None
 
     def table(self) -> str:
         """All rows in Markdown."""
@@ -59,7 +68,12 @@ class Audit:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return self.table()
+        parts = [self.table()]
+        if self.layers is not None:
+            parts.append(str(self.layers))
+        if self.layers_refused is not None:
+            parts.append(f"Layers were not compared: {self.layers_refused}")
+        return "\n\n".join(parts)
 
     def recommend(self, kl_budget: float) -> Fidelity:
         """The cheapest scheme and window with at most ``kl_budget`` nats a token: fewest tokens run, then fewest bytes.
@@ -72,9 +86,10 @@ class Audit:
         within = [row for row in self.rows if row.kl <= kl_budget]
         if not within:
             best = min(self.rows, key=lambda row: row.kl)
+            last = f"{self.reference}, which is exact" if self.reference == "non_shared" else "the reference"
             raise ValueError(
                 f"No scheme is within {kl_budget} nats/token; {best.scheme} with handover_window={best.handover_window} "
-                f"comes nearest with {best.kl:.4f}. Audit larger windows (windows=), or use non_shared, which is exact."
+                f"comes nearest with {best.kl:.4f}. Audit larger windows (windows=), or use {last}."
             )
         return min(within, key=lambda row: (row.prefilled, row.cache_bytes, row.kl))
 
@@ -100,7 +115,7 @@ class Audit:
             turns = range(1, len(row.by_turn) + 1)
             axes.plot(turns, row.by_turn, marker="o", label=f"{row.scheme}{window} ({row.kl:.3f})")
         axes.set_xlabel("turn after the first")
-        axes.set_ylabel("KL to non_shared, nats/token")
+        axes.set_ylabel(f"KL to {self.reference}, nats/token")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize="small")

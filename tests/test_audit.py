@@ -1,5 +1,6 @@
 """The audit: what sharing changes in what agents predict, measured against ``non_shared``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from oracle import NaiveRun, activate, exact_twin
 from tiny import active, config, peft_model, run, tokens
 from transformers import DynamicCache
 
-from lragent_hf import AgentTrajectory, audit
+from lragent_hf import SCHEMES, AgentTrajectory, audit
+from lragent_hf.errors import SharedAMismatchError
 
 IDS = tokens(60)[0]
 TURNS = [("plan", 20), ("act", 30), (None, 34), ("reflect", 45), ("plan", 60)]
@@ -129,6 +131,34 @@ def test_options_reach_the_caches() -> None:
     assert row.kl > 0
 
 
+def test_an_audit_against_another_reference() -> None:
+    model = peft_model(shared=True).double()
+    schemes = ["non_shared", "full_shared", "base_lr_stacked"]
+    exact, shared = (
+        {row.scheme: row for row in audit(model, [TRAJECTORY], schemes, reference=name, layers=False).rows}
+        for name in ("non_shared", SCHEMES["full_shared"])
+    )
+    assert shared["full_shared"].kl < 1e-9 < shared["non_shared"].kl
+    assert shared["full_shared"].agreement == 1
+    for row in shared.values():
+        assert row.reference_nll == pytest.approx(exact["full_shared"].nll)
+    result = audit(model, [TRAJECTORY], ["non_shared"], reference="base_lr_shared", layers=False)
+    assert result.reference == "base_lr_shared"
+    assert "base_lr_shared" in result.plot().axes[0].get_ylabel()
+    with pytest.raises(ValueError, match="or use the reference"):
+        result.recommend(0.0)
+    with pytest.raises(ValueError, match="Unknown scheme 'best'"):
+        audit(model, [TRAJECTORY], reference="best")
+    with pytest.raises(SharedAMismatchError):
+        audit(peft_model(), [TRAJECTORY], reference="base_lr_shared")
+
+
+def test_options_of_droidspeak_are_not_for_a_reference_without_them() -> None:
+    droidspeak = replace(SCHEMES["droidspeak"], recompute_layers=(1, 2))
+    (row,) = audit(peft_model(), [TRAJECTORY], [droidspeak], hidden_cache=True, layers=False).rows
+    assert row.kl > 0
+
+
 @pytest.mark.parametrize(
     ("ids", "turns", "message"),
     [
@@ -150,3 +180,39 @@ def test_it_draws_a_line_a_row(tmp_path: Path) -> None:
     lines = figure.axes[0].lines
     assert [list(line.get_ydata()) for line in lines] == [list(row.by_turn) for row in result.rows]
     assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_agents_wrote_is_compared_if_that_is_said() -> None:
+    """The same predictions as without, chosen by hand: those for tokens that the agent of the turn wrote itself."""
+    model = peft_model().double()
+    written = torch.zeros(60, dtype=torch.bool)
+    written[[5, 19, 20, 22, 25, 29, 31, 40, 44, 59]] = True  # 20 opens a turn: it is another's prediction
+    twin = exact_twin(model)
+    row = audit(model, [AgentTrajectory(IDS, TURNS, written)], schemes=["full_shared"], layers=False).rows[0]
+    runs, by_turn, start = [NaiveRun(twin, scheme) for scheme in ("non_shared", "full_shared")], [], 0
+    for agent, stop in TURNS:
+        names = () if agent is None else (agent,)
+        activate(twin, names)
+        logits = [one.forward(names, IDS[None, one.length(names) : stop], None)[0, start - stop :] for one in runs]
+        want, got = (each.log_softmax(-1) for each in logits)
+        kl = (want.exp() * (want - got)).sum(-1)
+        by_turn.append([float(kl[at - start - 1]) for at in range(start + 1, stop) if written[at]])
+        start = stop
+    for one in runs:
+        one.detach()
+    kls = [kl for turn in by_turn[1:] for kl in turn]
+    assert row.tokens == len(kls) == 7
+    assert row.kl == pytest.approx(sum(kls) / 7, rel=1e-4)
+    assert row.by_turn == pytest.approx([sum(turn) / len(turn) for turn in by_turn[1:]], rel=1e-4)
+    assert row.kl > 1e-3
+
+
+def test_a_turn_without_a_written_token_has_no_number() -> None:
+    written = torch.zeros(60, dtype=torch.bool)
+    written[40:44] = True
+    row = audit(peft_model(), [AgentTrajectory(IDS, TURNS, written)], schemes=["full_shared"], layers=False).rows[0]
+    assert [kl != kl for kl in row.by_turn] == [True, True, False, True]
+    with pytest.raises(ValueError, match="no hand-over to audit"):
+        audit(peft_model(), [AgentTrajectory(IDS, TURNS, torch.zeros(60, dtype=torch.bool))], layers=False)
+    with pytest.raises(ValueError, match=r"written is bool \[60\]"):
+        audit(peft_model(), [AgentTrajectory(IDS, TURNS, torch.ones(59, dtype=torch.bool))])
