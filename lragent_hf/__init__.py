@@ -12,6 +12,7 @@ from .droidspeak import droidspeak_layers
 from .fidelity import Audit, Fidelity
 from .memory import MemoryReport, MemoryRow
 from .schemes import DROIDSPEAK_LAYERS, SCHEMES, Scheme
+from .shared_a import share_lora_A
 from .similarity import layer_similarity
 from .similarity_report import SimilarityReport, SimilarityRow
 from .turns import AgentTrajectory
@@ -37,4 +38,5 @@ __all__ = [
     "droidspeak_layers",
     "flash_lora_attention",
     "layer_similarity",
+    "share_lora_A",
 ]

@@ -16,6 +16,7 @@ __all__ = [
     "check_splittable",
     "fold_b",
     "lora_a",
+    "lora_adapters",
     "probes",
     "tuner_layers",
     "unsplittable",
@@ -41,6 +42,15 @@ def probes(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for child, module in parent.named_children():
             if isinstance(module, AuxiliaryTrainingWrapper):
                 yield parent, child, module
+
+
+def lora_adapters(root: nn.Module) -> list[str]:
+    """Every LoRA adapter loaded below ``root``, in order of loading."""
+    names: dict[str, None] = {}
+    for _, _, _, layer in tuner_layers(root):
+        if isinstance(layer, LoraLayer):
+            names.update(dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]))
+    return list(names)
 
 
 def lora_a(layer: nn.Module, adapter: str) -> Tensor | None:

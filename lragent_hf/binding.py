@@ -8,12 +8,11 @@ Between forwards, and in forwards with any other cache, nothing is switched and 
 from typing import Any
 
 from peft import PeftModel
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .adapters import check_splittable, probes, tuner_layers
+from .adapters import check_splittable, lora_adapters, probes, tuner_layers
 from .agents import Agent, Mixed, agent_label, is_mixed_batch, mixed_hooks, read_agent, remove_hooks
 from .attention import interface
 from .decoder import find_decoder
@@ -98,11 +97,7 @@ class ModelBinding:
 
     def adapters(self) -> list[str]:
         """Every LoRA adapter loaded, in order of loading."""
-        names: dict[str, None] = {}
-        for _, _, _, layer in tuner_layers(self.decoder):
-            if isinstance(layer, LoraLayer):
-                names.update(dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]))
-        return list(names)
+        return lora_adapters(self.decoder)
 
     @property
     def adapted(self) -> bool:

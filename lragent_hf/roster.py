@@ -133,5 +133,5 @@ class Roster:
         return SharedAMismatchError(
             f"base_lr_shared needs one A for all adapters, but {first!r} and {second!r} differ at "
             f"{binding.sites(self.keys)[position].name}. Use scheme='base_lr_stacked', which keeps an LR cache per "
-            "distinct A, train adapters with a shared A, or name the ones that share it in agents=."
+            "distinct A, train adapters with one A (share_lora_A), or name the ones that share it in agents=."
         )

@@ -48,7 +48,8 @@ def check_trajectory(trajectory: AgentTrajectory, number: int, known: Sequence[s
     written = trajectory.written
     if written is not None and (written.shape != trajectory.input_ids.shape or written.dtype != torch.bool):
         raise ValueError(
-            f"Trajectory {number}: written is bool [{length}], as long as input_ids, got {written.dtype} {list(written.shape)}."
+            f"Trajectory {number}: written is bool [{length}], as long as input_ids, "
+            f"got {written.dtype} {list(written.shape)}."
         )
     for agent, end in trajectory.turns:
         if not stop < end <= length:

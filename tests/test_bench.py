@@ -414,6 +414,10 @@ def test_a_step_is_divided_and_everything_put_back(short: None, tmp_path: Path) 
     assert ms["one_dynamic", "cache"] == 0 < ms["base_lr_shared", "cache"]
     assert step.run(**asked) == rows
     assert len(list(read_rows(tmp_path / "s.csv"))) == 6
+    text = report.as_markdown(groups.group_rows(rows))
+    for part, title in (("step", "One decode step"), ("cache", "of it the cache's own code")):
+        table = text.partition(f"**{title}: ms (median)**")[2]
+        assert f"| `base_lr_shared` | {ms['base_lr_shared', part]:.2f} |" in table.partition("**")[0]
 
 
 @pytest.mark.parametrize("backend", ["with LR", "without"])

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from one_a import assert_frozen, assert_tied
 from oracle import EXACT, NaiveRun, activate
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import SCHEMES, SPLITTING, base_model, config, decoder_of, randomise, run, tokens, write
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
-from lragent_hf import LoRASharedCache
+from lragent_hf import LoRASharedCache, share_lora_A
 
 IDS = tokens(40)
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -182,3 +183,11 @@ def test_activations_quantised_on_the_way_are_as_close_as_another_attention_is(s
         logits.append(torch.cat([run(model, cache, IDS[:, :stop]) for stop in (30, 31, 32, 40)], 1))
     sdpa, eager, ours = logits
     assert (ours - sdpa).square().mean().sqrt() <= 2 * (eager - sdpa).square().mean().sqrt() + 1e-3 * sdpa.abs().max()
+
+
+@pytest.mark.parametrize("source", [None, "plan"], ids=["tied", "copied"])
+@pytest.mark.parametrize("kind", BASES)
+def test_one_a_trains_on_a_quantised_base(kind: str, source: str | None, tmp_path: Path) -> None:
+    model = agents_on(BASES[kind](tmp_path))
+    share_lora_A(model, ["plan", "act"], source)
+    assert_tied(model, ("plan", "act")) if source is None else assert_frozen(model, ("act",))

@@ -1,9 +1,7 @@
-"""The parts of the quickstart that have nothing to do with caching: three LoRA agents, and the tool they call."""
+"""The agents' adapters: drawn at random, or trained ones from a folder."""
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,40 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-__all__ = ["AGENTS", "Library", "add_agents", "load_question"]
+from .script import AGENTS
 
-AGENTS = ("plan", "act", "reflect")
+__all__ = ["TRAINED", "add_agents", "load_agents", "new_agents"]
+
+TRAINED = Path(__file__).parent.parent / "adapters" / "smollm2-135m"
+
+
+def new_agents(model: PreTrainedModel, modules: list[str] | str, rank: int = 8) -> PeftModel:
+    """Fresh LoRA adapters plan, act and reflect, in fp32 and with B = 0: to be trained."""
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.24 for an attribute by its old name
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        agents = get_peft_model(model, config, adapter_name=AGENTS[0])
+    for name in AGENTS[1:]:
+        agents.add_adapter(name, config)
+    return agents
+
+
+def load_agents(model: PreTrainedModel, folder: str | Path = TRAINED) -> PeftModel:
+    """The trained adapters plan, act and reflect of a folder that has one of each name, in the model's dtype.
+
+    Raises:
+        FileNotFoundError: the folder lacks one of them.
+    """
+    for name in AGENTS:
+        if not (Path(folder) / name / "adapter_config.json").is_file():
+            raise FileNotFoundError(f"No adapter {name!r} in {folder}: train them with examples/train_agents.py.")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        agents = PeftModel.from_pretrained(model, str(Path(folder) / AGENTS[0]), adapter_name=AGENTS[0])
+    for name in AGENTS[1:]:
+        agents.load_adapter(str(Path(folder) / name), adapter_name=name)
+    # PEFT keeps adapters in float32; in the model's own dtype nothing has to be converted at every layer.
+    return agents.to(model.dtype).eval()
 
 
 def add_agents(model: PreTrainedModel, rank: int = 8, strength: float = 0.1, seed: int = 0) -> PeftModel:
@@ -24,12 +53,7 @@ def add_agents(model: PreTrainedModel, rank: int = 8, strength: float = 0.1, see
     They stand in for trained ones. The agents have one A in common on v_proj, so that `base_lr_shared` applies, and
     each its own B; B is scaled so that the norm of an adapter's update is `strength` times that of the frozen weight.
     """
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.24 for an attribute by its old name
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        agents = get_peft_model(model, config, adapter_name=AGENTS[0])
-    for name in AGENTS[1:]:
-        agents.add_adapter(name, config)
+    agents = new_agents(model, ["q_proj", "v_proj"], rank)
     draw = torch.Generator().manual_seed(seed)
     layers: dict[str, Any] = {path: m for path, m in agents.named_modules() if isinstance(m, LoraLayer)}
     for path, layer in layers.items():
@@ -42,33 +66,4 @@ def add_agents(model: PreTrainedModel, rank: int = 8, strength: float = 0.1, see
             new_b *= strength * frozen_norm.cpu() / (layer.scaling[name] * (new_b @ new_a).norm())
             a.data.copy_(new_a)
             b.data.copy_(new_b)
-    # PEFT keeps adapters in float32; in the model's own dtype nothing has to be converted at every layer.
     return agents.to(model.dtype).eval()
-
-
-def load_question(index: int = 0) -> dict[str, Any]:
-    """Question `index` of questions.json: question, answer, type, context, supporting_facts."""
-    questions = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
-    question: dict[str, Any] = questions[index]
-    return question
-
-
-class Library:
-    """The tool: finds the paragraphs that share most words with a query, each paragraph once."""
-
-    def __init__(self, context: list[tuple[str, list[str]]]) -> None:
-        self.unread = {title: " ".join(sentences) for title, sentences in context}
-
-    def search(self, query: str, count: int = 3) -> str:
-        wanted = _words(query)
-
-        def score(title: str) -> float:
-            words = _words(title + " " + self.unread[title])
-            return 2 * len(wanted & _words(title)) + len(wanted & words) / len(words) ** 0.5
-
-        best = sorted(self.unread, key=score, reverse=True)[:count]
-        return "\n".join(f"[{title}] {self.unread.pop(title)}" for title in best) or "Nothing more was found."
-
-
-def _words(text: str) -> set[str]:
-    return {word for word in re.findall(r"\w+", text.lower()) if len(word) > 2}

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from . import append, kernel, memory, report, speed, step
+from ..schemes import SCHEMES
+from . import accuracy, append, fidelity, kernel, memory, report, speed, step
 from .contenders import CONTENDERS, NO_COPY
 from .models import MODULES
 from .shapes import SHAPES
@@ -59,6 +60,33 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--lengths", type=int, nargs=2, default=(1024, 32768))
     command.add_argument("--repeats", type=int, default=9)
 
+    command = commands.add_parser(
+        "accuracy", help="agents answer questions under every scheme (LRAgent, tables 3 and 16 to 18)"
+    )
+    _add_agent_options(command)
+    command.add_argument(
+        "--data", nargs="+", default=["hotpotqa"], help="hotpotqa, scienceqa (hub) or JSONL files like them"
+    )
+    command.add_argument("--limit", type=int, help="questions of each, at most")
+    command.add_argument("--windows", type=int, nargs="+", default=[0], help="values of handover_window")
+    command.add_argument("--max-turns", type=int, default=45)
+    command.add_argument("--plot", type=Path, help="exact match and F1, as PNG and SVG")
+
+    command = commands.add_parser(
+        "fidelity", help="KL to non_shared on agents' own trajectories, windows, lengths, hand-overs"
+    )
+    _add_agent_options(command)
+    command.add_argument("--data", default="hotpotqa", help="hotpotqa, scienceqa (hub) or a JSONL file like them")
+    command.add_argument("--questions", type=int, default=20, help="answered once, with caches of their own")
+    command.add_argument(
+        "--lengths", type=int, nargs="+", default=[0], help="tokens a trajectory; 0: one question each"
+    )
+    command.add_argument("--handovers", type=int, nargs="+", default=[0], help="the last so many; 0: all there are")
+    command.add_argument("--trajectories", type=int, default=20, help="of each length, at most")
+    command.add_argument("--windows", type=int, nargs="+", default=[0, 32, 96, 256], help="values of handover_window")
+    command.add_argument("--whole-keys", action="store_true", help="with LoRA on k_proj: also key_lr=False")
+    command.add_argument("--layers", type=Path, help="folder for plots of cosines, layer by layer")
+
     command = commands.add_parser("report", help="tables and plots of CSVs, beside the paper's numbers")
     command.add_argument("csv", type=Path, nargs="+")
     command.add_argument("--out", type=Path, default=Path("report"), help="folder for report.md, PNG and SVG")
@@ -66,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     runs: dict[str, Callable[..., object]] = {
         "trace": speed.run_trace, "overlap": speed.run_overlap, "kernel": kernel.run, "memory": memory.run,
-        "append": append.run, "step": step.run, "report": report.run,
+        "append": append.run, "step": step.run, "report": report.run, "accuracy": accuracy.run, "fidelity": fidelity.run,
     }  # fmt: skip
     runs[options.pop("command")](**options)
 
@@ -87,6 +115,20 @@ def _add_trace_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="default: cuda if there is one")
     command.add_argument("--attn", default="sdpa", help="the model's attn_implementation")
     command.add_argument("--repeats", type=int, default=3)
+    _add_common_options(command)
+
+
+def _add_agent_options(command: argparse.ArgumentParser) -> None:
+    schemes = [name for name in SCHEMES if name != "droidspeak"]  # its layers are probed for each model
+    command.add_argument(
+        "--adapters", nargs="+", required=True, help="NAME=FOLDER with plan, act and reflect in it, each set by itself"
+    )
+    command.add_argument("--schemes", nargs="+", choices=schemes, default=schemes)
+    command.add_argument(
+        "--model", default="smollm2-135m", help="a folder or a hub id; smollm2-135m is the packaged one"
+    )
+    command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument("--device", help="default: cuda if there is one")
     _add_common_options(command)
 
 

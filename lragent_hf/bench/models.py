@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from .contenders import AGENTS
 from .shapes import SHAPES, Shape
 
-__all__ = ["MODULES", "add_agents", "default_dtype", "load_model", "random_model"]
+__all__ = ["MODULES", "add_agents", "default_dtype", "load_model", "packaged_folder", "random_model"]
 
 MODULES = ("q_proj", "v_proj")
 _PACKAGED = "smollm2-135m"
@@ -39,7 +39,7 @@ def load_model(
     if name in SHAPES and name != _PACKAGED:
         model = random_model(SHAPES[name], dtype, device, attn)
     else:
-        source = _packaged_folder() if name == _PACKAGED else name
+        source = packaged_folder() if name == _PACKAGED else name
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attn).to(device)
     return add_agents(model, modules, rank, shared_a=shared_a)
 
@@ -76,7 +76,12 @@ def add_agents(model: Any, modules: list[str], rank: int, *, shared_a: bool = Tr
     return model.eval()
 
 
-def _packaged_folder() -> Path:
+def packaged_folder() -> Path:
+    """Where the packaged SmolLM2 lies as transformers files.
+
+    Raises:
+        SystemExit: it has not been unpacked; says how.
+    """
     root = Path(os.environ.get("LRAGENT_CACHE", Path.home() / ".cache" / "lragent_hf"))
     folder = root / "SmolLM2-135M-Instruct"
     if not folder.is_dir():

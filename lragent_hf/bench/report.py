@@ -44,7 +44,7 @@ def run(csv: Sequence[Path], out: Path) -> None:
 def as_markdown(groups: Sequence[Group]) -> str:
     """All groups, one after the other."""
     writers: dict[str, Callable[[Group], Iterator[str]]] = {
-        "trace": _trace, "overlap": _overlap, "memory": _memory, "kernel": _kernel,
+        "trace": _trace, "overlap": _overlap, "memory": _memory, "kernel": _kernel, "step": _step,
     }  # fmt: skip
     lines: list[str] = []
     for group in groups:
@@ -146,6 +146,16 @@ def _kernel(group: Group) -> Iterator[str]:
         yield from _table(f"{case}: ms (median; of sdpa's)", [f"{keys} keys" for keys in lengths], cells)
 
 
+def _step(group: Group) -> Iterator[str]:
+    _, rows = group
+    names, lengths = contenders_of(rows), lengths_of(rows)
+    for part, title in (("step", "One decode step"), ("products", "of it products and attention"),
+                        ("cache", "of it the cache's own code")):  # fmt: skip
+        here = [row for row in rows if row["case"] == part]
+        cells = {name: [_cell(here, name, tokens, "ms_p50", _milliseconds) for tokens in lengths] for name in names}
+        yield from _table(f"{title}: ms (median)", [f"at {tokens:,}" for tokens in lengths], cells)
+
+
 # --- rows to cells -------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +202,10 @@ def _rate(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _milliseconds(value: float) -> str:
     return f"{value:.2f}"
 
 

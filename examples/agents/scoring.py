@@ -1,0 +1,43 @@
+"""Exact match and F1 as HotpotQA scores them: lower case, no punctuation, no articles."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+from .questions import Question
+
+__all__ = ["exact_match", "f1", "normalise", "score"]
+
+
+def normalise(answer: str) -> str:
+    """The words that count."""
+    bare = answer.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def exact_match(answer: str, truth: str) -> float:
+    """1 or 0."""
+    return float(normalise(answer) == normalise(truth))
+
+
+def f1(answer: str, truth: str) -> float:
+    """Harmonic mean of precision and recall over words. Yes, no and "noanswer" are right or wrong as a whole."""
+    ours, theirs = normalise(answer), normalise(truth)
+    if {ours, theirs} & {"yes", "no", "noanswer"}:
+        return float(ours == theirs)
+    mine, right = ours.split(), theirs.split()
+    common = sum((Counter(mine) & Counter(right)).values())
+    return 2 * common / (len(mine) + len(right)) if common else 0.0
+
+
+def score(answer: str | None, question: Question) -> tuple[float, float]:
+    """(exact match, F1). No answer scores 0; of a question with choices the letter counts."""
+    if answer is None:
+        return 0.0, 0.0
+    if question.choices:
+        letter = re.search(r"\(?\b([A-Z])\b\)?", answer)
+        right = float(letter is not None and letter[1] == question.answer)
+        return right, right
+    return exact_match(answer, question.answer), f1(answer, question.answer)
