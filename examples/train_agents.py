@@ -119,8 +119,8 @@ def save_adapters(model: Any, folder: Path, base_name: str) -> None:
     for agent in AGENTS:
         model.peft_config[agent].base_model_name_or_path = base_name
     model.save_pretrained(str(folder))
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's template, not yet filled in
     for agent in AGENTS:
-        (folder / agent / "README.md").unlink(missing_ok=True)  # PEFT's template; the card is one for all three
         path = folder / agent / "adapter_model.safetensors"
         save_file(
             {name: weight.bfloat16() for name, weight in load_file(path).items()}, path, metadata={"format": "pt"}
@@ -195,7 +195,8 @@ def main() -> None:
     result = {
         "steps": args.steps, "trajectories": args.steps * args.batch, "seconds": round(seconds),
         "loss": {agent: sum(step[agent] for step in training.losses[-20:]) / 20 for agent in AGENTS},
-        "loss_held_out": training.test(lessons), "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "loss_held_out": training.test(lessons),
+        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "model")},
     }  # fmt: skip
     save_adapters(accelerator.unwrap_model(training.model), args.out, args.model or HUB_ID)
     (args.out / "training.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

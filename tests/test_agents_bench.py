@@ -145,7 +145,7 @@ def test_fidelity_measures_what_windows_buy_and_cost(
     base: str, adapters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {
-        "adapters": [adapters], "data": "worlds", "questions": 2, "lengths": [0, 1500], "handovers": [0, 1],
+        "adapters": [adapters], "data": ["worlds"], "questions": 2, "lengths": [0, 1500], "handovers": [0, 1],
         "trajectories": 2, "schemes": ["non_shared", "full_shared", "base_lr_stacked"], "windows": [0, 5000],
         "whole_keys": False, "model": base, "dtype": "float32", "device": "cpu", "threads": None,
         "csv": tmp_path / "f.csv", "layers": tmp_path,

@@ -64,9 +64,6 @@ def main(arguments: list[str] | None = None) -> None:
         "accuracy", help="agents answer questions under every scheme (LRAgent, tables 3 and 16 to 18)"
     )
     _add_agent_options(command)
-    command.add_argument(
-        "--data", nargs="+", default=["hotpotqa"], help="hotpotqa, scienceqa (hub) or JSONL files like them"
-    )
     command.add_argument("--limit", type=int, help="questions of each, at most")
     command.add_argument("--windows", type=int, nargs="+", default=[0], help="values of handover_window")
     command.add_argument("--max-turns", type=int, default=45)
@@ -76,8 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         "fidelity", help="KL to non_shared on agents' own trajectories, windows, lengths, hand-overs"
     )
     _add_agent_options(command)
-    command.add_argument("--data", default="hotpotqa", help="hotpotqa, scienceqa (hub) or a JSONL file like them")
-    command.add_argument("--questions", type=int, default=20, help="answered once, with caches of their own")
+    command.add_argument("--questions", type=int, default=20, help="of each data set: answered once, without sharing")
     command.add_argument(
         "--lengths", type=int, nargs="+", default=[0], help="tokens a trajectory; 0: one question each"
     )
@@ -122,6 +118,9 @@ def _add_agent_options(command: argparse.ArgumentParser) -> None:
     schemes = [name for name in SCHEMES if name != "droidspeak"]  # its layers are probed for each model
     command.add_argument(
         "--adapters", nargs="+", required=True, help="NAME=FOLDER with plan, act and reflect in it, each set by itself"
+    )
+    command.add_argument(
+        "--data", nargs="+", default=["hotpotqa"], help="hotpotqa, scienceqa (hub) or JSONL files like them"
     )
     command.add_argument("--schemes", nargs="+", choices=schemes, default=schemes)
     command.add_argument(

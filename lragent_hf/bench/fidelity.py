@@ -40,7 +40,7 @@ first."""
 
 def run(
     adapters: Sequence[str],
-    data: str,
+    data: Sequence[str],
     questions: int,
     lengths: Sequence[int],
     handovers: Sequence[int],
@@ -60,7 +60,7 @@ def run(
     Args:
         adapters: ``NAME=FOLDER``, one set of adapters each.
         data: what ``agents.load_questions`` takes.
-        questions: so many are answered.
+        questions: so many of each are answered.
         lengths, handovers: see ``DIVERGENCE``; every pair is run, but 0 with 0 only.
         trajectories: so many at most of each length.
         whole_keys: with adapters on k_proj, also keep keys whole (``key_lr=False``).
@@ -76,12 +76,13 @@ def run(
     record = Record(
         csv,
         {
-            "benchmark": "fidelity", "model": model, "dtype": dtype, "threads": torch.get_num_threads(), "data": data,
+            "benchmark": "fidelity", "model": model, "dtype": dtype, "threads": torch.get_num_threads(),
+            "data": " ".join(Path(one).name for one in data),
             "questions": questions, **environment(device),
         },
         DIVERGENCE,
     )  # fmt: skip
-    asked = agents.load_questions(data, limit=questions)
+    asked = [one for source in data for one in agents.load_questions(source, limit=questions)]
     for name, folder in sets.items():
         crew = load_crew(model, folder, getattr(torch, dtype), device)
         episodes = list(_episodes(crew, asked))
