@@ -28,7 +28,7 @@ TRITON_OLDEST := $(abspath $(VENV))/triton-oldest
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       five cache schemes on a small packaged model (about 2 minutes)"
+	@echo "make demo       three agents under five cache schemes on a small packaged model (about 2 minutes)"
 	@echo "make test       the tests"
 	@echo "make test-slow  the slow tests (packaged model, all kernels compiled)"
 	@echo "make test-triton-oldest  the kernels' tests with Triton 3.6.0"

@@ -1,12 +1,16 @@
 """The real model of the demo, end to end: SmolLM2-135M-Instruct in fp32."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from agents import add_agents
-from lragent_hf import CACHE_ARG, SCHEMES, LoRASharedCache
+from agents import AGENTS, Crew, add_agents, load_agents, load_questions
+from lragent_hf import CACHE_ARG, SCHEMES, AgentTrajectory, LoRASharedCache, audit
 from smollm2 import load
+
+QUESTIONS = Path(__file__).parent.parent / "examples" / "questions.json"
 
 
 @pytest.mark.slow
@@ -30,3 +34,25 @@ def test_three_agents_on_smollm2() -> None:
             again = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **{CACHE_ARG: DynamicCache()})
             assert torch.equal(after, again)
         assert cache.get_seq_length() == after.shape[1] - 1
+
+
+@pytest.mark.slow
+def test_the_trained_adapters_answer_and_keep_more_with_their_lr() -> None:
+    """What the model card says: they share one A, go round the loop to an answer, and are nearer to themselves with an LR."""
+    base, tokenizer = load(dtype=torch.float32)
+    model = load_agents(base)
+    assert LoRASharedCache(model, scheme="base_lr_shared").agents == list(AGENTS)
+    question = load_questions(str(QUESTIONS))[0]
+    episode = Crew(model, tokenizer).answer(question, LoRASharedCache(model, scheme="non_shared"), max_turns=18)
+    assert episode.answer is not None
+    assert "Found: [Charles Darwin]" in episode.text
+    assert {turn.agent for turn in episode.turns} == set(AGENTS)
+    turns, written = [], torch.zeros(episode.ids.shape[1], dtype=torch.bool)
+    for turn in episode.turns:
+        turns.append((turn.agent, turn.prompt.shape[1] + turn.written.shape[1]))
+        written[turn.prompt.shape[1] : turns[-1][1]] = True
+    trajectory = AgentTrajectory(episode.ids[0], turns, written)
+    found = {row.scheme: row for row in audit(model, [trajectory], layers=False).rows}
+    assert found["base_lr_shared"].kl == pytest.approx(found["base_lr_stacked"].kl, rel=1e-3)  # one A: the same thing
+    assert found["base_shared"].kl < 0.8 * found["full_shared"].kl
+    assert found["base_lr_shared"].kl < 0.8 * found["full_shared"].kl
