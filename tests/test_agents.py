@@ -265,6 +265,14 @@ def test_a_crew_goes_round_on_one_cache_and_can_be_replayed(crew: Crew, scheme: 
         assert turn.logits is not None
         torch.testing.assert_close(same.logits, turn.logits)
         assert (same.prefilled, same.reused) == (turn.prefilled, turn.reused)
+    trajectory = episode.trajectory
+    starts = [turn.prompt.shape[1] for turn in episode.turns]
+    own = [(start, stop) for start, (_, stop) in zip(starts, trajectory.turns, strict=True)]
+    assert trajectory.written is not None
+    assert int(trajectory.written.sum()) == sum(stop - start for start, stop in own)
+    for turn, (start, stop) in zip(episode.turns, own, strict=True):
+        assert torch.equal(trajectory.input_ids[start:stop], turn.written[0])
+        assert trajectory.written[start:stop].all()
     first, second = episode.turns[:2]
     assert (first.reused, first.prefilled) == (0, first.prompt.shape[1])
     assert second.reused == first.prompt.shape[1] + first.written.shape[1] - 1

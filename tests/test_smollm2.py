@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from agents import AGENTS, Crew, add_agents, load_agents, load_questions
-from lragent_hf import CACHE_ARG, SCHEMES, AgentTrajectory, LoRASharedCache, audit
+from lragent_hf import CACHE_ARG, SCHEMES, LoRASharedCache, audit
 from smollm2 import load
 
 QUESTIONS = Path(__file__).parent.parent / "examples" / "questions.json"
@@ -38,7 +38,7 @@ def test_three_agents_on_smollm2() -> None:
 
 @pytest.mark.slow
 def test_the_trained_adapters_answer_and_keep_more_with_their_lr() -> None:
-    """What the model card says: they share one A, go round the loop to an answer, and are nearer to themselves with an LR."""
+    """As their card says: they share one A and go round to an answer; with an LR they are nearer to themselves."""
     base, tokenizer = load(dtype=torch.float32)
     model = load_agents(base)
     assert LoRASharedCache(model, scheme="base_lr_shared").agents == list(AGENTS)
@@ -47,12 +47,7 @@ def test_the_trained_adapters_answer_and_keep_more_with_their_lr() -> None:
     assert episode.answer is not None
     assert "Found: [Charles Darwin]" in episode.text
     assert {turn.agent for turn in episode.turns} == set(AGENTS)
-    turns, written = [], torch.zeros(episode.ids.shape[1], dtype=torch.bool)
-    for turn in episode.turns:
-        turns.append((turn.agent, turn.prompt.shape[1] + turn.written.shape[1]))
-        written[turn.prompt.shape[1] : turns[-1][1]] = True
-    trajectory = AgentTrajectory(episode.ids[0], turns, written)
-    found = {row.scheme: row for row in audit(model, [trajectory], layers=False).rows}
+    found = {row.scheme: row for row in audit(model, [episode.trajectory], layers=False).rows}
     assert found["base_lr_shared"].kl == pytest.approx(found["base_lr_stacked"].kl, rel=1e-3)  # one A: the same thing
     assert found["base_shared"].kl < 0.8 * found["full_shared"].kl
     assert found["base_lr_shared"].kl < 0.8 * found["full_shared"].kl

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
-from lragent_hf import CACHE_ARG
+from lragent_hf import CACHE_ARG, AgentTrajectory
 
 from .questions import Question
 from .script import CUES, Piece, encode, opening, turn_ends
@@ -69,6 +69,17 @@ class Episode:
     @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def trajectory(self) -> AgentTrajectory:
+        """What happened, for ``lragent_hf.audit``: up to the last token that an agent wrote, and which are theirs."""
+        written = torch.zeros(self.ids.shape[1], dtype=torch.bool)
+        turns: list[tuple[str | None, int]] = []
+        for turn in self.turns:
+            start, stop = turn.prompt.shape[1], turn.prompt.shape[1] + turn.written.shape[1]
+            turns.append((turn.agent, stop))
+            written[start:stop] = True
+        return AgentTrajectory(self.ids[0].cpu(), turns, written)
 
 
 class Crew:

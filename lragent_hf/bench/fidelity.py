@@ -144,14 +144,10 @@ def _episodes(crew: Any, questions: Sequence[Any]) -> Iterator[AgentTrajectory]:
     """What the agents write with caches of their own."""
     for number, question in enumerate(questions):
         episode = crew.answer(question, LoRASharedCache(crew.model, scheme="non_shared"))
-        written = torch.zeros(episode.ids.shape[1], dtype=torch.bool)
-        turns: list[tuple[str | None, int]] = []
-        for turn in episode.turns:
-            start = turn.prompt.shape[1]
-            turns.append((turn.agent, start + turn.written.shape[1]))
-            written[start : turns[-1][1]] = True
-        print(f"{number + 1}/{len(questions)} answered, {len(written)} tokens, {len(turns)} turns", flush=True)
-        yield AgentTrajectory(episode.ids[0].cpu(), turns, written)
+        trajectory: AgentTrajectory = episode.trajectory
+        tokens, turns = len(trajectory.input_ids), len(trajectory.turns)
+        print(f"{number + 1}/{len(questions)} answered, {tokens} tokens, {turns} turns", flush=True)
+        yield trajectory
 
 
 def _measure(
