@@ -282,3 +282,22 @@ def test_a_turn_ends_with_any_token_that_holds_a_line_break() -> None:
     tokenizer = tiny_tokenizer()
     assert turn_ends(tokenizer, [3]) == sorted({3, *encode(tokenizer, "\n")[0].tolist()})
     assert all(cue.endswith(":") for cue in CUES.values())
+
+
+def test_a_token_that_begins_a_text_comes_first_in_both() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    begin = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", begin)])
+    pieces = write_trajectory(QUESTION, random.Random(0), wrong_turns=0)
+    assert pieces is not None
+    lesson = lessons_of(pieces, tokenizer)["act"]
+    crew = ScriptedCrew([(piece.agent, piece.text) for piece in pieces if piece.agent])
+    crew.tokenizer = tokenizer
+    ids = crew.answer(QUESTION, None).ids
+    assert ids[0, 0] == begin
+    assert (ids == begin).sum() == 1
+    assert torch.equal(ids, lesson.ids)
+    assert bytes_of(ids[0, lesson.at + 1]) == "".join(piece.text for piece in pieces if piece.agent == "act")

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 from lragent_hf import CACHE_ARG, AgentTrajectory
 
 from .questions import Question
-from .script import CUES, Piece, encode, opening, turn_ends
+from .script import CUES, Piece, encode, encode_opening, opening, turn_ends
 from .tools import TOOLS, Toolbox, tool_named
 
 __all__ = ["LIMITS", "MAX_TURNS", "Crew", "Episode", "Turn"]
@@ -169,9 +169,8 @@ class Crew:
         return text.strip()
 
     def _put(self, episode: Episode, text: str) -> None:
-        episode.ids = torch.cat(
-            [episode.ids.to(self.model.device), encode(self.tokenizer, text).to(self.model.device)], dim=1
-        )
+        new = (encode if episode.pieces else encode_opening)(self.tokenizer, text)
+        episode.ids = torch.cat([episode.ids.to(self.model.device), new.to(self.model.device)], dim=1)
         episode.pieces.append(Piece(text))
 
 

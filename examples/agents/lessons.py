@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .oracle import write_trajectory
 from .questions import Question
-from .script import AGENTS, Piece, encode
+from .script import AGENTS, Piece, encode, encode_opening
 
 __all__ = ["Lesson", "lessons_of", "trajectories_of"]
 
@@ -34,7 +34,7 @@ def lessons_of(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerBase) -> d
     ids: list[int] = []
     own: dict[str, list[int]] = {agent: [] for agent in AGENTS}
     for piece in pieces:
-        new = encode(tokenizer, piece.text)[0].tolist()
+        new = (encode if ids else encode_opening)(tokenizer, piece.text)[0].tolist()
         if piece.agent and piece.good:
             own[piece.agent] += range(len(ids) - 1, len(ids) + len(new) - 1)
         ids += new

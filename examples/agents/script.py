@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .questions import Question
 
-__all__ = ["AGENTS", "CUES", "Piece", "encode", "opening", "turn_ends"]
+__all__ = ["AGENTS", "CUES", "Piece", "encode", "encode_opening", "opening", "turn_ends"]
 
 AGENTS = ("plan", "act", "reflect")
 CUES = {"thought": "Thought:", "tool": "Tool:", "input": "Input:", "reflection": "Reflection:"}
@@ -45,6 +45,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Tokens [1, L] of one piece, nothing added."""
     ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return ids.long()
+
+
+def encode_opening(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Tokens [1, L] of the first piece: with the token that begins a text, where this tokenizer puts one."""
+    begins = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+    return torch.cat([torch.tensor([begins], dtype=torch.long), encode(tokenizer, text)], dim=1)
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase, special: Sequence[int] = ()) -> list[int]:
