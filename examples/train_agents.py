@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -43,6 +43,7 @@ class Training:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
         self.losses: list[dict[str, float]] = []
+        self.seconds = 0.0
 
     def _rate(self, step: int) -> float:
         """Up in a twentieth of the way, then down half a cosine to a tenth."""
@@ -51,6 +52,7 @@ class Training:
 
     def step(self, batch: list[dict[str, Lesson]]) -> None:
         """One update of all adapters."""
+        begin = time.time()
         losses = {}
         for agent in AGENTS:
             mine = [lessons[agent] for lessons in batch if agent in lessons]
@@ -68,6 +70,7 @@ class Training:
         self.schedule.step()
         self.optimizer.zero_grad()
         self.losses.append(losses)
+        self.seconds += time.time() - begin
 
     def choose(self, agent: str) -> None:
         self.accelerator.unwrap_model(self.model).set_adapter(agent)
@@ -90,9 +93,11 @@ class Training:
         self.model.train()
         return found
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, settings: dict[str, Any]) -> None:
         """All that is needed to go on, written aside and renamed: an interruption leaves the last one whole."""
         state = {
+            "settings": settings,
+            "seconds": self.seconds,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "weights": [weight.detach().cpu() for weight in self.weights],
@@ -102,11 +107,22 @@ class Training:
         torch.save(state, aside)
         aside.replace(folder / "checkpoint.pt")
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Go on from a checkpoint, if there is one.
+
+        Raises:
+            SystemExit: it is of other settings.
+        """
         path = folder / "checkpoint.pt"
         if not path.is_file():
             return
         state = torch.load(path, map_location="cpu")
+        other = sorted(name for name in settings if settings[name] != state["settings"].get(name))
+        if other:
+            raise SystemExit(
+                f"{path} was begun with other settings ({', '.join(other)}): give these, or another --out."
+            )
+        self.seconds = state["seconds"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         for weight, saved in zip(self.weights, state["weights"], strict=True):
@@ -118,8 +134,12 @@ def save_adapters(model: Any, folder: Path, base_name: str) -> None:
     """Plain PEFT folders plan, act, reflect, in bf16 and naming the base model as others know it."""
     for agent in AGENTS:
         model.peft_config[agent].base_model_name_or_path = base_name
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else None
     model.save_pretrained(str(folder))
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's template, not yet filled in
+    card.unlink(missing_ok=True)  # PEFT's template, or what it made of a card that was there
+    if text is not None:
+        card.write_text(text, encoding="utf-8")
     for agent in AGENTS:
         path = folder / agent / "adapter_model.safetensors"
         save_file(
@@ -129,8 +149,6 @@ def save_adapters(model: Any, folder: Path, base_name: str) -> None:
 
 def plot(losses: list[dict[str, float]], path: Path) -> None:
     """The loss of each agent against the step, smoothed over ten steps."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     for agent in AGENTS:
@@ -142,12 +160,16 @@ def plot(losses: list[dict[str, float]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _is_done(folder: Path, settings: dict[str, Any]) -> bool:
+    path = folder / "training.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["settings"] == settings
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the adapters plan, act and reflect.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the adapters; to go on, the same again")
     parser.add_argument("--model", help="hub id or local path (default: the packaged SmolLM2-135M-Instruct)")
-    parser.add_argument("--data", default="worlds", help="worlds (invented), hotpotqa (hub), or a JSONL file like it")
-    parser.add_argument("--split", default="train", help="of the data set on the hub")
+    parser.add_argument("--data", default="worlds", help="worlds (invented), hotpotqa:train (hub), or a JSONL file")
     parser.add_argument("--limit", type=int, default=4000, help="questions at most")
     parser.add_argument("--hold-out", type=float, default=0.2, help="share of a data set's questions never trained on")
     parser.add_argument("--modules", nargs="+", default=QV, help="q_proj v_proj (default), or all-linear")
@@ -155,18 +177,23 @@ def parse_args() -> argparse.Namespace:
         "--a", choices=("tied", "separate"), default="tied", help="A of v_proj (and k_proj): one, or three"
     )
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=2, help="trajectories a step")
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--dtype", default="float32", help="of the base model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the base model")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    if _is_done(args.out, settings):
+        raise SystemExit(f"{args.out} holds adapters trained with these settings. Give another --out to train again.")
     torch.manual_seed(args.seed)
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    accelerator = Accelerator()
+    if accelerator.num_processes > 1:
+        raise SystemExit("The agents take turns on one model: start one process (accelerate places it on its device).")
     base, tokenizer = load(args.model, dtype=getattr(torch, args.dtype))
     modules = "all-linear" if args.modules == ["all-linear"] else args.modules
     model = new_agents(base, modules, args.rank)
@@ -175,28 +202,31 @@ def main() -> None:
         share_lora_A(model, AGENTS, modules=shared)
     training = Training(model.train(), accelerator, args.steps, args.rate)
     args.out.mkdir(parents=True, exist_ok=True)
-    training.resume(args.out)
+    training.resume(args.out, settings)
 
-    questions = load_questions(args.data, split=args.split, limit=args.limit, seed=args.seed)
+    questions = load_questions(args.data, limit=args.limit, seed=args.seed)
+    unseen = [question for question in questions if held_out(question, args.hold_out)]
     questions = [question for question in questions if not held_out(question, args.hold_out)]
     learnt = len(training.losses) * args.batch  # before an interruption
     told = itertools.islice(trajectories_of(questions, args.seed), learnt, None)
-    begin = time.time()
     with tqdm(total=args.steps, initial=len(training.losses), unit="step", disable=None) as progress:
         while len(training.losses) < args.steps:
             training.step([lessons_of(pieces, tokenizer) for pieces in itertools.islice(told, args.batch)])
             progress.update()
             progress.set_postfix({agent: f"{loss:.2f}" for agent, loss in training.losses[-1].items()})
             if len(training.losses) % 10 == 0:
-                training.save(args.out)
-    seconds = time.time() - begin
-    unseen = trajectories_of(load_questions("worlds", limit=40, seed=args.seed + 1))
-    lessons = [lessons_of(pieces, tokenizer) for pieces in itertools.islice(unseen, 20)]
+                training.save(args.out, settings)
+                if progress.disable:  # no terminal: a line now and then
+                    print(f"step {len(training.losses)}/{args.steps}: {training.losses[-1]}", flush=True)
+    if args.data == "worlds" or not unseen:
+        unseen = load_questions("worlds", limit=40, seed=args.seed + 1)
+    lessons = [lessons_of(pieces, tokenizer) for pieces in itertools.islice(trajectories_of(unseen), 20)]
+    last = training.losses[-20:]
     result = {
-        "steps": args.steps, "trajectories": args.steps * args.batch, "seconds": round(seconds),
-        "loss": {agent: sum(step[agent] for step in training.losses[-20:]) / 20 for agent in AGENTS},
+        "steps": args.steps, "trajectories": args.steps * args.batch, "seconds": round(training.seconds),
+        "loss": {agent: sum(step[agent] for step in last) / len(last) for agent in AGENTS},
         "loss_held_out": training.test(lessons),
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "model")},
+        "settings": settings,
     }  # fmt: skip
     save_adapters(accelerator.unwrap_model(training.model), args.out, args.model or HUB_ID)
     (args.out / "training.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

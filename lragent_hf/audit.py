@@ -83,7 +83,7 @@ def audit(
         with Unchanged(model):
             _run(model, trajectory, reference_cache, caches, sums)
         for one, cache in zip(sums, caches, strict=True):
-            one.cache_bytes.append(cache.memory_report().in_use_bytes)
+            one.end_trajectory(cache.memory_report().in_use_bytes)
     if cases and not sums[0].tokens:
         raise ValueError(
             "No trajectory has a turn after the first with tokens to compare: there is no hand-over to audit."
@@ -116,6 +116,15 @@ class _Sums:
     prefilled: int = 0
     cache_bytes: list[int] = field(default_factory=list)
     by_turn: list[list[float]] = field(default_factory=list)
+    by_trajectory: list[tuple[float, int]] = field(default_factory=list)
+
+    def end_trajectory(self, in_use_bytes: int) -> None:
+        """What was added since the last call is one trajectory's."""
+        kl, tokens = (
+            (sum(values) for values in zip(*self.by_trajectory, strict=True)) if self.by_trajectory else (0.0, 0)
+        )
+        self.by_trajectory.append((self.kl - kl, int(self.tokens - tokens)))
+        self.cache_bytes.append(in_use_bytes)
 
     def add(self, turn: int, want: Tensor, got: Tensor, following: Tensor) -> None:
         """``want`` and ``got``: logits [n, V]; ``following``: the tokens after them, one less at the very end."""
@@ -139,6 +148,7 @@ class _Sums:
             scheme, window, self.tokens, self.kl / self.tokens, self.same / self.tokens, self.nll / targets,
             self.reference_nll / targets, self.prefilled, sum(self.cache_bytes) / len(self.cache_bytes),
             tuple(total / count if count else float("nan") for total, count in self.by_turn),
+            tuple(self.by_trajectory),
         )  # fmt: skip
 
 

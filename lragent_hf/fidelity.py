@@ -23,6 +23,7 @@ class Fidelity:
         prefilled: tokens that agents ran in all, those of the first turn included.
         cache_bytes: bytes in use at the end, mean over trajectories.
         by_turn: mean KL of the first, second, ... turn after the first: whether the error grows. NaN: nothing compared.
+        by_trajectory: sum of KL and predictions compared, one pair a trajectory: for intervals.
     """
 
     scheme: str
@@ -35,6 +36,7 @@ class Fidelity:
     prefilled: int
     cache_bytes: float
     by_turn: tuple[float, ...]
+    by_trajectory: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 import json
 import random
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,11 +74,36 @@ def test_both_forms_of_scienceqa_are_the_same_question() -> None:
            "grade": "4", "topic": "physics"}  # fmt: skip
     one, other = question_from(file), question_from(hub)
     assert one.question == other.question == "What is hot? (A) ice (B) fire"
-    assert (one.answer, one.level, one.kind, one.choices) == ("B", "4", "physics", ("ice", "fire"))
-    assert (other.answer, other.level, other.kind, other.choices) == ("B", "4", "physics", ("ice", "fire"))
+    for question in (one, other):
+        assert (question.answer, question.level, question.kind) == ("B", "1-4", "physics")
+        assert question.choices == ("ice", "fire")
     assert one.context == (Paragraph("Picture", ("A fire.", "It burns.")),)
     assert other.context == (Paragraph("Hint", ("Fire burns.",)),)
-    assert [score(answer, one) for answer in ("B", "(B) fire", "A", None)] == [(1, 1), (1, 1), (0, 0), (0, 0)]
+    right, wrong = ("B", "(B) fire", "Fire.", "I choose (B)", "B."), ("A", "ice", "A fire", "I do not know", "", None)
+    assert [score(answer, one) for answer in right + wrong] == [(1, 1)] * 5 + [(0, 0)] * 6
+
+
+def test_an_empty_sentence_keeps_its_number() -> None:
+    page = ["Wings (film)", ["", " Wings is a film.", "", "It was directed by Ada Berg."]]
+    question = question_from({**HOTPOT, "context": [page, *HOTPOT["context"][1:]],
+                              "supporting_facts": [["Wings (film)", 3], ["Ada Berg", 4]]})  # fmt: skip
+    title, number = question.facts[0]
+    assert question.context[0].sentences[number] == "It was directed by Ada Berg."
+    assert Toolbox(question).retrieve(title) == "[Wings (film)] Wings is a film."
+
+
+def test_questions_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, config: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((path, config, split))
+        return [{**HOTPOT, "image": None}, {**HOTPOT, "image": object()}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert load_questions("hotpotqa:train") == load_questions("hotpotqa") == [QUESTION]
+    load_questions("scienceqa")
+    assert asked == [("hotpotqa/hotpot_qa", "distractor", "train"), ("hotpotqa/hotpot_qa", "distractor", "validation"),
+                     ("derek-thomas/ScienceQA", None, "test")]  # fmt: skip
 
 
 def test_what_is_no_question_is_refused_by_its_fields(tmp_path: Path) -> None:
@@ -83,6 +111,9 @@ def test_what_is_no_question_is_refused_by_its_fields(tmp_path: Path) -> None:
         question_from({"question": "?", "context": []})
     with pytest.raises(ValueError, match="neither HotpotQA's fields"):
         question_from({"prompt": "?"})
+    (tmp_path / "bad.jsonl").write_text(f'{json.dumps(HOTPOT)}\n{{"question": ')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: "):
+        load_questions(str(tmp_path / "bad.jsonl"))
     with pytest.raises(FileNotFoundError, match="No questions at"):
         load_questions(str(tmp_path / "none.jsonl"))
 
@@ -127,6 +158,17 @@ def test_answers_are_scored_as_hotpotqa_scores_them() -> None:
     assert score(None, QUESTION) == (0, 0)
 
 
+def test_a_title_opens_its_own_page_and_no_other() -> None:
+    pages = (Paragraph("Wings", ("A wing is a limb.",)), Paragraph("Wings (film)", ("Wings is a film.",)))
+    for context in (pages, pages[::-1]):
+        box = Toolbox(Question("?", "", context))
+        assert box.retrieve("wings") == "[Wings] A wing is a limb."
+        assert box.retrieve("Wings (film)") == "[Wings (film)] Wings is a film."
+    both = replace(QUESTION, context=(*QUESTION.context, pages[0]))
+    pieces = write_trajectory(both, random.Random(0), wrong_turns=0)
+    assert pieces is None or "Input: Wings (film)\n" in "".join(piece.text for piece in pieces)
+
+
 # --- trajectories --------------------------------------------------------------------------------------------------------
 
 
@@ -146,8 +188,6 @@ def test_a_program_finds_its_way_and_reads_on_where_it_must() -> None:
 
 
 def test_a_program_gives_up_where_nothing_leads_on() -> None:
-    from dataclasses import replace
-
     nowhere = replace(QUESTION, question="Where was that person born?")
     assert write_trajectory(nowhere, random.Random(0)) is None
     assert write_trajectory(replace(QUESTION, facts=(("Nobody", 0),)), random.Random(0)) is None

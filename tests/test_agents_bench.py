@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tiny_agents import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from agents import AGENTS, Crew, new_agents
+from agents import Crew, load_questions, new_agents
 from lragent_hf import AgentTrajectory
 from lragent_hf.bench import accuracy, fidelity
-from lragent_hf.bench.bootstrap import interval
-from lragent_hf.bench.crew import adapter_sets
+from lragent_hf.bench.bootstrap import interval, ratio_interval, share
+from lragent_hf.bench.crew import adapter_sets, ask_for, digest_of, key_of
 from lragent_hf.bench.record import read_rows
 
 
@@ -39,7 +39,8 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def ask(base: str, adapters: str, csv: Path, **more: Any) -> list[dict[str, str]]:
     options: dict[str, Any] = {
-        "adapters": [adapters], "data": ["worlds"], "limit": 3, "schemes": ["non_shared", "full_shared", "base_lr_shared"],
+        "adapters": [adapters], "data": ["worlds"], "limit": 3, "unseen": 1.0,
+        "schemes": ["non_shared", "full_shared", "base_lr_shared"],
         "windows": [0, 16], "model": base, "dtype": "float32", "device": "cpu", "max_turns": 3, "threads": None,
         "csv": csv, "plot": None,
     }  # fmt: skip
@@ -83,9 +84,9 @@ def test_tables_hold_means_intervals_and_paired_differences() -> None:
     rows += [row(i, "full_shared", 0.0, value - 0.25) for i, value in enumerate(f1)]
     text = accuracy.summary(rows)
     assert "**a, easy: 4 questions**" in text
-    assert "| full_shared | 0.0 [0.0, 0.0] | 37.5 [" in text
-    assert "| -25.0 [-25.0, -25.0] | 100% | 4.0 | 100 |" in text  # the same for every question: no spread
-    assert "| non_shared | 50.0 [" in text
+    assert "| full_shared | 0.0 [0.0, 49.0] | 37.5 [" in text  # 0 of 4: Wilson, by hand
+    assert "| -25.0 [-25.0, -25.0] | 100.0 [51.0, 100.0] | 4.0 [4.0, 4.0] |" in text  # the same for every question
+    assert "| non_shared | 50.0 [15.0, 85.0] |" in text
     assert "| full_shared | 50 | 0.10 | 0.50 | 1.0 |" in text
 
 
@@ -106,6 +107,40 @@ def test_an_interval_is_as_wide_as_theory_has_it() -> None:
     assert 0.044 < high - mean < 0.054
     with pytest.raises(ValueError, match="nothing"):
         interval([])
+
+
+def test_a_share_is_never_certain() -> None:
+    assert share([0.0] * 100) == (0.0, 0.0, pytest.approx(0.0370, abs=1e-4))  # 1.96^2 / (100 + 1.96^2)
+    assert share([1.0] * 100) == (1.0, pytest.approx(0.9630, abs=1e-4), 1.0)
+    mean, low, high = share([0.0, 1.0] * 200)
+    assert (mean, low, high) == (0.5, pytest.approx(0.4512, abs=1e-3), pytest.approx(0.5488, abs=1e-3))
+
+
+def test_a_ratio_of_means_counts_tokens_and_keeps_pairs_together() -> None:
+    under = [(4.0, 2), (1.0, 10), (9.0, 3), (2.0, 2)]
+    over = [(0.5 * total, tokens) for total, tokens in under]
+    assert ratio_interval(over, under) == (0.5, pytest.approx(0.5), pytest.approx(0.5))  # whatever is drawn
+    mean, low, high = ratio_interval([(1.0, 2), (8.0, 10), (1.0, 3), (2.0, 2)], under)
+    assert mean == pytest.approx(12 / 16)
+    assert low < mean < high
+
+
+def test_questions_are_asked_by_level_and_only_unseen_ones() -> None:
+    everything = ask_for(["worlds"], 5, 1.0)
+    assert len(everything) == 5 == len({key_of(one) for one in everything})
+    unseen = ask_for(["worlds"], 5, 0.2)
+    assert len(unseen) == 5
+    assert unseen != everything
+    trained = {one.question for one in load_questions("worlds", limit=1000)}
+    assert not trained & {one.question for one in everything}
+
+
+def test_other_weights_are_another_set(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "adapter_model.safetensors").write_bytes(b"1")
+    one = digest_of(tmp_path)
+    (tmp_path / "plan" / "adapter_model.safetensors").write_bytes(b"2")
+    assert digest_of(tmp_path) != one
 
 
 def test_sets_of_adapters_have_a_name_each(tmp_path: Path) -> None:
@@ -145,13 +180,13 @@ def test_fidelity_measures_what_windows_buy_and_cost(
     base: str, adapters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {
-        "adapters": [adapters], "data": ["worlds"], "questions": 2, "lengths": [0, 1500], "handovers": [0, 1],
-        "trajectories": 2, "schemes": ["non_shared", "full_shared", "base_lr_stacked"], "windows": [0, 5000],
+        "adapters": [adapters], "data": ["worlds"], "questions": 2, "unseen": 1.0, "max_turns": 4,
+        "lengths": [0, 1500], "handovers": [0, 1],
+        "trajectories": 2, "windows": [0, 5000],
+        "schemes": ["non_shared", "full_shared", "base_lr_shared", "base_lr_stacked"],
         "whole_keys": False, "model": base, "dtype": "float32", "device": "cpu", "threads": None,
         "csv": tmp_path / "f.csv", "layers": tmp_path,
     }  # fmt: skip
-    answer = Crew.answer
-    monkeypatch.setattr(Crew, "answer", lambda self, question, cache: answer(self, question, cache, max_turns=4))
     rows = fidelity.run(**options)
     assert (
         len(rows) == len(list(read_rows(tmp_path / "f.csv", fidelity.DIVERGENCE))) == 3 * 5
@@ -166,5 +201,35 @@ def test_fidelity_measures_what_windows_buy_and_cost(
                      and (r["scheme"], r["window"]) == (row["scheme"], "0"))  # fmt: skip
         assert ran >= int(plain["prefilled"])
     assert (tmp_path / "layers_own.png").stat().st_size > 10_000
-    assert len(fidelity.run(**options | {"layers": None})) == 15
-    assert set(AGENTS) == {"plan", "act", "reflect"}
+    assert (tmp_path / "layers_own.md").read_text().count("\n") > 4
+    for row in rows:
+        if row["scheme"] == "full_shared" and row["window"] == "0":
+            assert [row[field] for field in ("of_full_shared", "low", "high")] == ["1", "1", "1"]
+        assert (row["last_turn_kl"] == "") == (row["handovers"] == "0")
+    monkeypatch.setattr(fidelity, "audit", None)  # nothing is measured again
+    monkeypatch.setattr(Crew, "answer", None)
+    assert fidelity.run(**options | {"layers": None}) == rows
+    assert len(fidelity.run(**options | {"lengths": [0], "schemes": ["non_shared"]})) == 1
+
+
+def test_what_agents_wrote_is_kept_while_nothing_it_depends_on_changes(
+    base: str, adapters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "adapters": [adapters], "data": ["worlds"], "questions": 2, "unseen": 1.0, "max_turns": 3, "lengths": [0],
+        "handovers": [0], "trajectories": 2, "schemes": ["full_shared"], "windows": [0], "whole_keys": False, "model": base,
+        "dtype": "float32", "device": "cpu", "threads": None, "csv": tmp_path / "f.csv", "layers": None,
+    }  # fmt: skip
+    fidelity.run(**options)
+    answered: list[str] = []
+    answer = Crew.answer
+
+    def counted(self: Crew, question: Any, *args: Any) -> Any:
+        answered.append(question.question)
+        return answer(self, question, *args)
+
+    monkeypatch.setattr(Crew, "answer", counted)
+    fidelity.run(**options | {"windows": [0, 8]})
+    assert answered == []
+    fidelity.run(**options | {"max_turns": 4})
+    assert len(answered) == 2

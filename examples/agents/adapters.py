@@ -43,8 +43,7 @@ def load_agents(model: PreTrainedModel, folder: str | Path = TRAINED) -> PeftMod
         agents = PeftModel.from_pretrained(model, str(Path(folder) / AGENTS[0]), adapter_name=AGENTS[0])
     for name in AGENTS[1:]:
         agents.load_adapter(str(Path(folder) / name), adapter_name=name)
-    # PEFT keeps adapters in float32; in the model's own dtype nothing has to be converted at every layer.
-    return agents.to(model.dtype).eval()
+    return _in_its_dtype(agents, model.dtype).eval()
 
 
 def add_agents(model: PreTrainedModel, rank: int = 8, strength: float = 0.1, seed: int = 0) -> PeftModel:
@@ -66,4 +65,15 @@ def add_agents(model: PreTrainedModel, rank: int = 8, strength: float = 0.1, see
             new_b *= strength * frozen_norm.cpu() / (layer.scaling[name] * (new_b @ new_a).norm())
             a.data.copy_(new_a)
             b.data.copy_(new_b)
-    return agents.to(model.dtype).eval()
+    return _in_its_dtype(agents, model.dtype).eval()
+
+
+def _in_its_dtype(agents: PeftModel, dtype: torch.dtype) -> PeftModel:
+    """PEFT keeps adapters in float32; in the model's own dtype nothing has to be converted at every layer.
+
+    The adapters alone: `agents.to(dtype)` would round the model's rotary frequencies, too.
+    """
+    for name, weight in agents.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(dtype)
+    return agents

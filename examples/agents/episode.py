@@ -19,7 +19,7 @@ from .tools import TOOLS, Toolbox, tool_named
 __all__ = ["LIMITS", "MAX_TURNS", "Crew", "Episode", "Turn"]
 
 MAX_TURNS = 45  # the paper's (section 5.1)
-LIMITS = {"thought": 40, "tool": 5, "input": 32, "reflection": 96}  # new tokens a turn
+LIMITS = {"thought": 40, "tool": 5, "input": 32, "reflection": 192}  # new tokens a turn
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Crew:
         self.model.set_adapter(agent)
         reused = cache.get_seq_length()
         probe = _Probe(forced)
+        _wait(prompt.device)
         begin = perf_counter()
         out = self.model.generate(
             input_ids=prompt,
@@ -140,11 +141,18 @@ class Crew:
             logits_processor=LogitsProcessorList([probe]),
             max_new_tokens=min(limit, self.new_tokens or limit) if forced is None else forced.shape[1],
             do_sample=False,
+            # The model's own habits of sampling are no part of this: copying a name is not to be punished.
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
             eos_token_id=self._ends,
             pad_token_id=self._ends[0],
             output_logits=self.keep_logits,
             return_dict_in_generate=True,
         )
+        _wait(prompt.device)
         seconds = perf_counter() - begin
         kept = torch.cat(out.logits).float() if self.keep_logits else None
         written = out.sequences[:, prompt.shape[1] :]
@@ -186,6 +194,7 @@ class _Probe(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.step:
+            _wait(scores.device)
             self.first = perf_counter()
         if self.forced is not None:
             only = torch.full_like(scores, float("-inf"))
@@ -193,3 +202,9 @@ class _Probe(LogitsProcessor):
             scores = only
         self.step += 1
         return scores
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was given: a clock would stop too early."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

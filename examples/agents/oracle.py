@@ -59,17 +59,18 @@ def write_trajectory(question: Question, draw: random.Random, wrong_turns: float
     story = _Story(question, draw)
     wrong = draw.randrange(len(hops)) if draw.random() < wrong_turns else None
     for index, (title, numbers) in enumerate(hops):
-        if index == wrong and not story.go_wrong(hops, title):
-            return None
+        if index == wrong:
+            story.go_wrong(hops, title)
         lines = _START if not index else _AS_WELL if _mentions(question.question, title) else _NEXT
         if not story.read(title, draw.choice(lines)):
             return None
         for number in numbers:
             if number >= LENGTH and not story.read_on(pages[title], number):
                 return None
-    facts = [_clip(pages[title].sentences[number], question.answer) for title, numbers in hops for number in numbers]
+    facts = [pages[title].sentences[number] for title, numbers in hops for number in numbers]
+    facts = [fact for fact in facts if question.answer in fact or fact in facts[:3]][:4]
     story.think(draw.choice(_CHECK), "Reflect")
-    story.reflect(f"{' '.join(facts[:3])} So the answer is {question.answer}.")
+    story.reflect(f"{' '.join(_clip(fact, question.answer) for fact in facts)} So the answer is {question.answer}.")
     story.think(draw.choice(_SAY), "Finish")
     story.put(CUES["input"])
     story.write("act", question.answer)
@@ -109,6 +110,8 @@ class _Story:
     def read(self, title: str, thought: str) -> bool:
         """Retrieve a page. False where its plain title finds another."""
         name = plain_title(title)
+        found = self.toolbox.find(name)
+        name = name if found is not None and found.title == title else title
         self.think(thought.format(name), "Retrieve")
         return self.call("Retrieve", name).startswith(f"[{title}]")
 
@@ -123,20 +126,19 @@ class _Story:
         self.think(self.draw.choice(_READ_ON).format(words[0]), "Lookup")
         return self.call("Lookup", words[0]).endswith(sentence)
 
-    def go_wrong(self, hops: list[tuple[str, list[int]]], title: str) -> bool:
-        """Open a page that does not help, and say so."""
+    def go_wrong(self, hops: list[tuple[str, list[int]]], title: str) -> None:
+        """Open a page that does not help, if there is one, and say so."""
         others = [page.title for page in self.question.context if page.title not in dict(hops)]
         others = [
             other for other in others if (found := self.toolbox.find(plain_title(other))) and found.title == other
         ]
         if not others:
-            return True
+            return
         other = self.draw.choice(others)
         self.think(self.draw.choice(_START).format(plain_title(other)), "Retrieve", good=False)
         self.call("Retrieve", plain_title(other), good=False)
         self.think(self.draw.choice(_LOST), "Reflect")
         self.reflect(f"{plain_title(other)} has nothing to do with it. What is needed is {plain_title(title)}.")
-        return True
 
 
 def _in_order(question: Question, pages: dict[str, Paragraph]) -> list[tuple[str, list[int]]] | None:

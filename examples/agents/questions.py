@@ -33,7 +33,7 @@ class Question:
     """One question, its answer, and all that the tools may find.
 
     Attributes:
-        level: HotpotQA's easy, medium, hard; ScienceQA's grade.
+        level: HotpotQA's easy, medium, hard; of ScienceQA grades 1-4, 5-8, 9-12.
         kind: bridge or comparison; ScienceQA's topic.
         facts: (title, number of the sentence) of what the answer rests on; empty where nobody has said.
         choices: ScienceQA's options; the answer is one of their letters then.
@@ -48,13 +48,13 @@ class Question:
     choices: tuple[str, ...] = ()
 
 
-def load_questions(source: str, *, split: str | None = None, limit: int | None = None, seed: int = 0) -> list[Question]:
+def load_questions(source: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
     """Read questions.
 
     Args:
-        source: ``hotpotqa`` or ``scienceqa`` (downloaded through `datasets`), ``worlds`` (invented), or the path of a
+        source: ``hotpotqa`` or ``scienceqa`` (downloaded through `datasets`; HotpotQA's validation, which is all hard, and
+            ScienceQA's test split, unless another is named: ``hotpotqa:train``), ``worlds`` (invented), or the path of a
             JSONL or JSON file with HotpotQA's or ScienceQA's fields.
-        split: of the data set on the hub; HotpotQA's validation and ScienceQA's test split unless said.
         limit: this many at most, drawn with `seed` (all of them, in order, without it).
 
     Raises:
@@ -65,7 +65,8 @@ def load_questions(source: str, *, split: str | None = None, limit: int | None =
         from .worlds import invent
 
         return list(invent(limit or 1000, seed))
-    questions = list(_from_hub(source, split) if source in HUB else _from_file(Path(source)))
+    name, _, split = source.partition(":")
+    questions = list(_from_hub(name, split) if name in HUB else _from_file(Path(source)))
     if limit is not None and limit < len(questions):
         questions = random.Random(seed).sample(questions, limit)
     return questions
@@ -104,9 +105,7 @@ def _hotpotqa(record: dict[str, Any]) -> Question:
     return Question(
         question=str(record["question"]).strip(),
         answer=str(record["answer"]).strip(),
-        context=tuple(
-            Paragraph(title, tuple(s.strip() for s in sentences if s.strip())) for title, sentences in context
-        ),
+        context=tuple(Paragraph(title, tuple(s.strip() for s in sentences)) for title, sentences in context),
         facts=tuple((title, int(number)) for title, number in facts),
         level=str(record.get("level", "")),
         kind=str(record.get("type", "")),
@@ -130,20 +129,27 @@ def _scienceqa(record: dict[str, Any]) -> Question:
             for title, text in found.items()
             if text and text != "no img"
         ),
-        level=str(metadata.get("grade", "")),
+        level=_band(metadata.get("grade", "")),
         kind=str(metadata.get("topic", "")),
         choices=choices,
     )
 
 
-def _from_hub(name: str, split: str | None) -> Iterator[Question]:
+def _band(grade: object) -> str:
+    """The paper's levels: grades 1-4, 5-8 and 9-12."""
+    digits = re.sub(r"\D", "", str(grade))
+    return "" if not digits else "1-4" if int(digits) <= 4 else "5-8" if int(digits) <= 8 else "9-12"
+
+
+def _from_hub(name: str, split: str) -> Iterator[Question]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(f"{name} comes through `datasets`: pip install '.[agents]', or give a JSONL file.") from error
     path, config, usual = HUB[name]
     for record in load_dataset(path, config, split=split or usual):
-        yield question_from(record)
+        if record.get("image") is None:  # what ScienceQA asks about a picture cannot be answered without it
+            yield question_from(record)
 
 
 def _from_file(path: Path) -> Iterator[Question]:
@@ -151,9 +157,15 @@ def _from_file(path: Path) -> Iterator[Question]:
         raise FileNotFoundError(
             f"No questions at {path}: give {', '.join(HUB)}, worlds, or a JSONL file of either's fields."
         )
-    text = path.read_text(encoding="utf-8")
-    records = (
-        json.loads(text) if text.lstrip().startswith("[") else map(json.loads, filter(str.strip, text.splitlines()))
-    )
-    for record in records:
-        yield question_from(record)
+    with path.open(encoding="utf-8") as file:
+        if file.read(1) == "[":
+            file.seek(0)
+            yield from map(question_from, json.load(file))
+            return
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield question_from(json.loads(line))
+                except ValueError as error:  # JSONDecodeError is one
+                    raise ValueError(f"{path}, line {number}: {error}") from error

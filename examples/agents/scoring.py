@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Sequence
 
 from .questions import Question
 
@@ -37,7 +38,16 @@ def score(answer: str | None, question: Question) -> tuple[float, float]:
     if answer is None:
         return 0.0, 0.0
     if question.choices:
-        letter = re.search(r"\(?\b([A-Z])\b\)?", answer)
-        right = float(letter is not None and letter[1] == question.answer)
+        right = float(_letter(answer, question.choices) == question.answer)
         return right, right
     return exact_match(answer, question.answer), f1(answer, question.answer)
+
+
+def _letter(answer: str, choices: Sequence[str]) -> str | None:
+    """Which choice an answer means: by its letter in brackets, by its letter alone, or by its words."""
+    letters = [chr(65 + number) for number in range(len(choices))]
+    for pattern in (rf"\(([{letters[0]}-{letters[-1]}])\)", rf"^\W*([{letters[0]}-{letters[-1]}])\b(?!\s+\w)"):
+        if found := re.search(pattern, answer):
+            return found[1]
+    said = [letter for letter, choice in zip(letters, choices, strict=True) if normalise(choice) == normalise(answer)]
+    return said[0] if len(said) == 1 else None

@@ -32,7 +32,8 @@ class Toolbox:
 
     def __init__(self, question: Question) -> None:
         self.pages = {paragraph.title: paragraph for paragraph in question.context}
-        self._names = {name.lower(): title for title in self.pages for name in (title, plain_title(title))}
+        self._names = {plain_title(title).lower(): title for title in reversed(self.pages)}
+        self._names |= {title.lower(): title for title in self.pages}  # a title itself names no other page
         self._open: Paragraph | None = None
         self._read = 0
 
@@ -51,7 +52,7 @@ class Toolbox:
                 else "There is nothing."
             )
         self._open, self._read = page, min(LENGTH, len(page.sentences))
-        return f"[{page.title}] {' '.join(page.sentences[: self._read])}"
+        return f"[{page.title}] {' '.join(filter(None, page.sentences[: self._read]))}"
 
     def lookup(self, keyword: str) -> str:
         """The next sentence with the keyword in the page that is open."""

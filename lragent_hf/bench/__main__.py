@@ -64,16 +64,15 @@ def main(arguments: list[str] | None = None) -> None:
         "accuracy", help="agents answer questions under every scheme (LRAgent, tables 3 and 16 to 18)"
     )
     _add_agent_options(command)
-    command.add_argument("--limit", type=int, help="questions of each, at most")
+    command.add_argument("--limit", type=int, help="questions of each level of each data set, at most")
     command.add_argument("--windows", type=int, nargs="+", default=[0], help="values of handover_window")
-    command.add_argument("--max-turns", type=int, default=45)
     command.add_argument("--plot", type=Path, help="exact match and F1, as PNG and SVG")
 
     command = commands.add_parser(
         "fidelity", help="KL to non_shared on agents' own trajectories, windows, lengths, hand-overs"
     )
     _add_agent_options(command)
-    command.add_argument("--questions", type=int, default=20, help="of each data set: answered once, without sharing")
+    command.add_argument("--questions", type=int, default=20, help="of each level: answered once, without sharing")
     command.add_argument(
         "--lengths", type=int, nargs="+", default=[0], help="tokens a trajectory; 0: one question each"
     )
@@ -120,12 +119,16 @@ def _add_agent_options(command: argparse.ArgumentParser) -> None:
         "--adapters", nargs="+", required=True, help="NAME=FOLDER with plan, act and reflect in it, each set by itself"
     )
     command.add_argument(
-        "--data", nargs="+", default=["hotpotqa"], help="hotpotqa, scienceqa (hub) or JSONL files like them"
+        "--data", nargs="+", default=["hotpotqa"], help="hotpotqa, scienceqa (hub; hotpotqa:train for a split) or files"
     )
     command.add_argument("--schemes", nargs="+", choices=schemes, default=schemes)
     command.add_argument(
         "--model", default="smollm2-135m", help="a folder or a hub id; smollm2-135m is the packaged one"
     )
+    command.add_argument(
+        "--unseen", type=float, default=1.0, help="ask only the share of questions that train_agents.py holds out (0.2)"
+    )
+    command.add_argument("--max-turns", type=int, default=45)
     command.add_argument("--dtype", choices=_DTYPES, default="float32")
     command.add_argument("--device", help="default: cuda if there is one")
     _add_common_options(command)

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .models import packaged_folder
 
-__all__ = ["PACKAGED", "adapter_sets", "import_agents", "key_of", "load_crew"]
+__all__ = ["PACKAGED", "adapter_sets", "ask_for", "digest_of", "import_agents", "key_of", "load_crew"]
 
 PACKAGED = "smollm2-135m"
+_INVENTED, _SEED = 1000, 1
+"""Questions to ask of those without end, and their seed: other ones than ``train_agents.py`` trains on."""
 
 
 def import_agents() -> Any:
@@ -41,13 +43,13 @@ def adapter_sets(given: Sequence[str]) -> dict[str, Path]:
     """
     sets: dict[str, Path] = {}
     for one in given:
-        name, given_name, folder = one.rpartition("=")
-        path = Path(folder)
+        name, separator, folder = one.partition("=")
+        path = Path(folder if separator else one)
         if not path.is_dir():
             raise SystemExit(
                 f"No folder {path}. Give --adapters NAME=FOLDER, a folder with plan, act and reflect in it."
             )
-        label = name if given_name else path.resolve().name
+        label = name if separator else path.resolve().name
         if label in sets:
             raise SystemExit(f"Two sets of adapters are named {label!r}: give --adapters NAME=FOLDER.")
         sets[label] = path
@@ -63,5 +65,30 @@ def load_crew(model: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
 
 
 def key_of(question: Any) -> str:
-    """Names a question in a CSV."""
-    return hashlib.sha256(question.question.encode()).hexdigest()[:12]
+    """Names a question in a CSV. ScienceQA asks in the same words about different pictures."""
+    return hashlib.sha256(repr((question.question, question.answer, question.context)).encode()).hexdigest()[:12]
+
+
+def digest_of(folder: Path) -> str:
+    """Names the weights of a set of adapters."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*/adapter_*")):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def ask_for(sources: Sequence[str], limit: int | None, unseen: float) -> list[Any]:
+    """Questions of several sources.
+
+    Args:
+        limit: of each level of each source, at most.
+        unseen: the share that ``train_agents.py`` holds out: only those are asked. 1: all.
+    """
+    agents, asked = import_agents(), []
+    for source in sources:
+        levels: dict[str, int] = {}
+        for question in agents.load_questions(source, limit=_INVENTED if source == "worlds" else None, seed=_SEED):
+            levels[question.level] = levels.get(question.level, 0) + agents.held_out(question, unseen)
+            if agents.held_out(question, unseen) and (limit is None or levels[question.level] <= limit):
+                asked.append(question)
+    return asked

@@ -13,17 +13,18 @@ import torch
 __all__ = ["commit", "device_name", "environment"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_AGENTS = _PACKAGE.parent / "examples" / "agents"
 
 
-def environment(device: str) -> dict[str, str]:
-    """Device, versions, commit, date."""
+def environment(device: str, *, agents: bool = False) -> dict[str, str]:
+    """Device, versions, commit, date. ``agents``: the commit is that of examples/agents, too."""
     return {
         "device": device,
         "device_name": device_name(device),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "peft": version("peft"),
-        "commit": commit(),
+        "commit": commit(*([_AGENTS] if agents and _AGENTS.is_dir() else [])),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -39,17 +40,18 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """Names the code that ran: the commit's short hash; with a digest of the sources if they are not those committed.
+def commit(*more: Path) -> str:
+    """Names the code that ran, this package and ``more`` folders: the commit's short hash; with a digest of the sources if
+    they are not those committed.
 
     ``1a2b3c4``, ``1a2b3c4+dirty.5d6e7f``, or outside a repository ``0.1.0+src.5d6e7f``.
     """
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # no git, or a repository of something else
         with suppress(PackageNotFoundError):
-            return f"{version('lragent_hf')}+src.{_digest()}"
-        return f"src.{_digest()}"
+            return f"{version('lragent_hf')}+src.{_digest(*more)}"
+        return f"src.{_digest(*more)}"
     head = _git("rev-parse", "--short", "HEAD") or "unknown"
-    return f"{head}+dirty.{_digest()}" if _git("status", "--porcelain", "--", ".") else head
+    return f"{head}+dirty.{_digest(*more)}" if _git("status", "--porcelain", "--", ".", *map(str, more)) else head
 
 
 def _git(*arguments: str) -> str | None:
@@ -60,8 +62,9 @@ def _git(*arguments: str) -> str | None:
     return run.stdout.strip()
 
 
-def _digest() -> str:
+def _digest(*more: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
+    for folder in (_PACKAGE, *more):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:6]

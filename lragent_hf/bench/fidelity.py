@@ -6,7 +6,8 @@ comes before.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from .._compat import CACHE_ARG
 from ..audit import audit
 from ..cache import LoRASharedCache
+from ..errors import LRAgentError
 from ..fidelity import Audit, Fidelity
 from ..schemes import SCHEMES
 from ..turns import AgentTrajectory, Unchanged, activate
-from .accuracy import label
-from .crew import adapter_sets, import_agents, load_crew
+from .answers import label
+from .bootstrap import ratio_interval
+from .crew import adapter_sets, ask_for, digest_of, load_crew
 from .environment import environment
 from .measure import make_clock
 from .record import Layout, Record, Row
@@ -28,20 +31,37 @@ from .record import Layout, Record, Row
 __all__ = ["DIVERGENCE", "cut", "joined", "run"]
 
 DIVERGENCE = Layout(
-    settings=("benchmark", "model", "dtype", "device", "device_name", "threads", "data", "questions", "commit"),
-    cell=("adapters", "options", "length", "handovers", "scheme", "window"),
-    values=("trajectories", "tokens", "kl", "agreement", "nll", "reference_nll", "prefilled", "ttft_s", "in_use_bytes",
-            "by_turn"),
+    settings=("benchmark", "model", "dtype", "device", "device_name", "threads", "data", "questions", "max_turns",
+              "commit"),
+    cell=("adapters", "digest", "options", "length", "handovers", "trajectories", "scheme", "window"),
+    values=("distinct", "tokens", "kl", "of_full_shared", "low", "high", "last_turn_kl", "agreement", "nll",
+            "reference_nll", "prefilled", "ttft_s", "in_use_bytes", "by_turn"),
 )  # fmt: skip
-"""``length``: about as many tokens a trajectory; 0: one question. ``handovers``: 0: all there are. ``tokens``: predictions
-compared. ``ttft_s``: seconds of prefill a hand-over, mean. ``by_turn``: KL of the first, second, ... turn after the
-first."""
+"""``length``: about as many tokens a trajectory; 0: one question. ``handovers``: 0: all there are. ``distinct``: so many
+trajectories were there. ``tokens``: predictions compared. ``of_full_shared``: KL as a fraction of full_shared's without a
+window, with its 95 % interval. ``by_turn``: KL of the first, second, ... turn after the first. ``ttft_s``: prefill a
+hand-over, mean."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is run of the episodes: see ``DIVERGENCE``."""
+
+    length: int
+    handovers: int
+    trajectories: int
+    options: str = ""
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def run(
     adapters: Sequence[str],
     data: Sequence[str],
     questions: int,
+    unseen: float,
     lengths: Sequence[int],
     handovers: Sequence[int],
     trajectories: int,
@@ -51,53 +71,62 @@ def run(
     model: str,
     dtype: str,
     device: str | None,
+    max_turns: int,
     threads: int | None,
     csv: Path | None,
     layers: Path | None,
 ) -> list[Row]:
-    """Let agents answer, audit the schemes on what they wrote, time each scheme's prefills, and print tables.
+    """Let agents answer, audit the schemes on what they wrote, time each scheme's prefills, and print a table.
 
     Args:
         adapters: ``NAME=FOLDER``, one set of adapters each.
         data: what ``agents.load_questions`` takes.
-        questions: so many of each are answered.
-        lengths, handovers: see ``DIVERGENCE``; every pair is run, but 0 with 0 only.
+        questions: so many of each level of each are answered.
+        unseen: only of the share that ``train_agents.py`` holds out.
+        lengths, handovers: see ``DIVERGENCE``; every pair is run, but a length of 0 with 0 only.
         trajectories: so many at most of each length.
         whole_keys: with adapters on k_proj, also keep keys whole (``key_lr=False``).
-        layers: folder for a plot of the cosines, layer by layer, of each set of adapters.
+        csv: rows are read from and appended to it. What the agents wrote is kept beside it.
+        layers: folder for the cosines, layer by layer, of each set of adapters: a plot and a table.
 
     Returns:
-        The rows.
+        The rows of what was asked for.
     """
     if threads:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    agents, sets = import_agents(), adapter_sets(adapters)
-    record = Record(
-        csv,
-        {
-            "benchmark": "fidelity", "model": model, "dtype": dtype, "threads": torch.get_num_threads(),
-            "data": " ".join(Path(one).name for one in data),
-            "questions": questions, **environment(device),
-        },
-        DIVERGENCE,
-    )  # fmt: skip
-    asked = [one for source in data for one in agents.load_questions(source, limit=questions)]
+    sets = adapter_sets(adapters)
+    settings = {
+        "benchmark": "fidelity", "model": model, "dtype": dtype, "threads": torch.get_num_threads(),
+        "data": " ".join(Path(one).name for one in data), "questions": questions, "max_turns": max_turns,
+        **environment(device, agents=True),
+    }  # fmt: skip
+    record = Record(csv, settings, DIVERGENCE)
+    shapes = [
+        _Shape(length, count, trajectories, said)
+        for length in lengths
+        for count in handovers
+        if length or not count
+        for said in ("", "key_lr=False")[: 1 + whole_keys]
+    ]
+    wanted: list[Row] = []
     for name, folder in sets.items():
+        same = {"adapters": name, "digest": digest_of(folder)}
         crew = load_crew(model, folder, getattr(torch, dtype), device)
-        episodes = list(_episodes(crew, asked))
-        kinds: dict[str, dict[str, Any]] = {"": {}}
-        if whole_keys:
-            kinds["key_lr=False"] = {"key_lr": False}
-        for length, count in ((length, count) for length in lengths for count in handovers if length or not count):
-            some = _trajectories(episodes, length, count, trajectories)
-            for said, options in kinds.items():
-                first = length == lengths[0] and count == handovers[0] and not said
-                _measure(
-                    crew, some, record, name, said, options, length, count, schemes, windows, layers if first else None
-                )
-    print(_table(record.rows))
-    return record.rows
+        cases = _cases(crew.model, name, schemes, windows)
+        cells = [
+            {**same, **shape.cell, "scheme": scheme, "window": window} for shape in shapes for scheme, window in cases
+        ]
+        if not all(record.has(cell) for cell in cells):
+            asked = ask_for(data, questions, unseen)
+            beside = csv.with_suffix(f".{name}.pt") if csv is not None else None
+            episodes = _episodes(crew, asked, max_turns, beside, repr((same, sorted(settings.items()), len(asked))))
+            for number, shape in enumerate(shapes):
+                if not all(record.has({**same, **shape.cell, "scheme": one, "window": w}) for one, w in cases):
+                    _measure(crew.model, episodes, shape, record, same, schemes, windows, None if number else layers)
+        wanted += [row for row in record.rows if record.place(row) in {record.place(cell) for cell in cells}]
+    print(_table(wanted))
+    return wanted
 
 
 def joined(episodes: Sequence[AgentTrajectory], length: int, first: int = 0) -> AgentTrajectory:
@@ -133,59 +162,92 @@ def _merged(turns: Sequence[tuple[str | None, int]]) -> list[tuple[str | None, i
     return [turn for turn, after in zip(turns, [*turns[1:], None], strict=True) if after is None or after[0] != turn[0]]
 
 
-def _trajectories(episodes: Sequence[AgentTrajectory], length: int, handovers: int, most: int) -> list[AgentTrajectory]:
-    if not length:
-        return [joined([episode], 0) for episode in episodes[:most]]
-    stride = max(1, len(episodes) // most)
-    return [cut(joined(episodes, length, first), handovers) for first in range(0, stride * most, stride)]
+def _trajectories(episodes: Sequence[AgentTrajectory], shape: _Shape) -> list[AgentTrajectory]:
+    """As many as there are distinct ones; of long ones, those that begin with different episodes."""
+    count = min(shape.trajectories, len(episodes))
+    if not shape.length:
+        return [joined([episode], 0) for episode in episodes[:count]]
+    stride = len(episodes) // count
+    long = [joined(episodes, shape.length, first) for first in range(0, stride * count, stride)]
+    return [cut(one, shape.handovers) for one in long if len(one.turns) > shape.handovers]
 
 
-def _episodes(crew: Any, questions: Sequence[Any]) -> Iterator[AgentTrajectory]:
-    """What the agents write with caches of their own."""
+def _cases(model: Any, name: str, schemes: Sequence[str], windows: Sequence[int]) -> list[tuple[str, int]]:
+    """Scheme and window, those left out (and said) that these adapters do not allow."""
+    cases: list[tuple[str, int]] = []
+    for scheme in schemes:
+        try:
+            LoRASharedCache(model, scheme)
+        except LRAgentError as error:
+            print(f"{name}: {scheme} refuses: {' '.join(str(error).split())}")
+            continue
+        cases += [(scheme, window) for window in (windows if SCHEMES[scheme].takes_window else (0,))]
+    return cases
+
+
+def _episodes(
+    crew: Any, questions: Sequence[Any], max_turns: int, path: Path | None, key: str
+) -> list[AgentTrajectory]:
+    """What the agents write with caches of their own; kept in a file, whose content counts while ``key`` is the same."""
+    if path is not None and path.is_file():
+        kept = torch.load(path, weights_only=True)
+        if kept["key"] == key:
+            return [AgentTrajectory(*one) for one in kept["episodes"]]
+    episodes: list[AgentTrajectory] = []
     for number, question in enumerate(questions):
-        episode = crew.answer(question, LoRASharedCache(crew.model, scheme="non_shared"))
-        trajectory: AgentTrajectory = episode.trajectory
-        tokens, turns = len(trajectory.input_ids), len(trajectory.turns)
-        print(f"{number + 1}/{len(questions)} answered, {tokens} tokens, {turns} turns", flush=True)
-        yield trajectory
+        episode = crew.answer(question, LoRASharedCache(crew.model, scheme="non_shared"), max_turns)
+        episodes.append(episode.trajectory)
+        said = "answered" if episode.answer is not None else "out of turns"
+        print(
+            f"{number + 1}/{len(questions)} {said}: {len(episode.turns)} turns, {episode.ids.shape[1]} tokens",
+            flush=True,
+        )
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [(one.input_ids, list(one.turns), one.written) for one in episodes]
+        torch.save({"key": key, "episodes": kept}, path)
+    return episodes
 
 
 def _measure(
-    crew: Any,
-    trajectories: Sequence[AgentTrajectory],
+    model: Any,
+    episodes: Sequence[AgentTrajectory],
+    shape: _Shape,
     record: Record,
-    name: str,
-    said: str,
-    options: dict[str, Any],
-    length: int,
-    handovers: int,
+    same: dict[str, str],
     schemes: Sequence[str],
     windows: Sequence[int],
     layers: Path | None,
 ) -> None:
-    cell = {"adapters": name, "options": said, "length": length, "handovers": handovers}
-    cases = [(scheme, window) for scheme in schemes for window in (windows if SCHEMES[scheme].takes_window else (0,))]
-    if all(record.has({**cell, "scheme": scheme, "window": window}) for scheme, window in cases):
+    options: dict[str, Any] = {"key_lr": False} if shape.options else {}
+    some = _trajectories(episodes, shape)
+    if not some:
+        print(f"No trajectory of {shape.length} tokens has {shape.handovers} hand-overs.")
         return
-    found: Audit = audit(crew.model, trajectories, schemes, windows, layers=layers is not None, **options)
-    print(
-        f"{name} {said} length {length} hand-overs {handovers}: {len(trajectories)} trajectories\n{found}", flush=True
-    )
+    found: Audit = audit(model, some, schemes, windows, layers=layers is not None, **options)
+    print(f"{same['adapters']}, {shape}\n{found}", flush=True)
     if found.layers is not None and layers is not None:
         layers.mkdir(parents=True, exist_ok=True)
-        found.layers.plot(layers / f"layers_{name}.png")
-    seconds = _prefill_seconds(crew.model, trajectories, found.rows, options)
+        found.layers.plot(layers / f"layers_{same['adapters']}.png")
+        (layers / f"layers_{same['adapters']}.md").write_text(
+            found.layers.table(per_layer=True) + "\n", encoding="utf-8"
+        )
+    seconds = _prefill_seconds(model, some, found.rows, options)
+    full = next((row for row in found.rows if (row.scheme, row.handover_window) == ("full_shared", 0)), None)
     for row in found.rows:
-        here = {**cell, "scheme": row.scheme, "window": row.handover_window}
-        if not record.has(here):
-            record.add(
-                {
-                    **here, "trajectories": len(trajectories), "tokens": row.tokens, "kl": row.kl,
-                    "agreement": row.agreement, "nll": row.nll, "reference_nll": row.reference_nll,
-                    "prefilled": row.prefilled, "ttft_s": seconds[row.scheme, row.handover_window],
-                    "in_use_bytes": row.cache_bytes, "by_turn": " ".join(f"{kl:.4f}" for kl in row.by_turn),
-                }
-            )  # fmt: skip
+        cell = {**same, **shape.cell, "scheme": row.scheme, "window": row.handover_window}
+        if record.has(cell):
+            continue
+        ratio = ratio_interval(row.by_trajectory, full.by_trajectory) if full is not None else (None, None, None)
+        record.add(
+            {
+                **cell, "distinct": len(some), "tokens": row.tokens, "kl": row.kl, "of_full_shared": ratio[0],
+                "low": ratio[1], "high": ratio[2], "last_turn_kl": row.by_turn[-1] if shape.handovers else None,
+                "agreement": row.agreement, "nll": row.nll, "reference_nll": row.reference_nll, "prefilled": row.prefilled,
+                "ttft_s": seconds[row.scheme, row.handover_window], "in_use_bytes": row.cache_bytes,
+                "by_turn": " ".join(f"{kl:.4f}" for kl in row.by_turn),
+            }
+        )  # fmt: skip
 
 
 def _prefill_seconds(
@@ -227,15 +289,23 @@ def _first_written(trajectory: AgentTrajectory, start: int, stop: int) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """All rows in Markdown."""
+    """Rows in Markdown."""
     lines = [
-        "| adapters | length | hand-overs | scheme | KL, nats/token | top-1 agreement | TTFT, s a hand-over | tokens |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
+        "| adapters | length | hand-overs | scheme | KL, nats/token | of full_shared's | last turn's KL | top-1 | TTFT, s "
+        "| trajectories |",
+        "|---|--:|--:|---|--:|---|--:|--:|--:|--:|",
     ]
     for row in rows:
         named = f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}"
+        ratio = f"{_two(row['of_full_shared'])} [{_two(row['low'])}, {_two(row['high'])}]"
+        last = f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else ""
         lines.append(
             f"| {named} | {row['length']} | {row['handovers']} | {label(row['scheme'], row['window'])} | "
-            f"{float(row['kl']):.4f} | {float(row['agreement']):.1%} | {float(row['ttft_s']):.2f} | {row['tokens']} |"
+            f"{float(row['kl']):.4f} | {ratio} | {last} | {float(row['agreement']):.1%} | {float(row['ttft_s']):.2f} | "
+            f"{row['distinct']} |"
         )
     return "\n".join(lines)
+
+
+def _two(number: str) -> str:
+    return f"{float(number):.2f}" if number else ""

@@ -81,7 +81,7 @@ class Record:
             else:
                 others += 1
         self.found = len(self.rows)
-        self._done = {self._place(row) for row in self.rows}
+        self._done = {self.place(row) for row in self.rows}
         if self.found or others:
             print(
                 f"{path}: {self.found} measurements are there already; {others} of other settings or commits are left alone"
@@ -89,13 +89,13 @@ class Record:
 
     def has(self, cell: Mapping[str, Any]) -> bool:
         """Whether there is a row for it."""
-        return self._place({key: _text(value) for key, value in cell.items()}) in self._done
+        return self.place(cell) in self._done
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
         row = dict.fromkeys(self.layout.fields, "") | self.common | {key: _text(value) for key, value in values.items()}
         self.rows.append(row)
-        self._done.add(self._place(row))
+        self._done.add(self.place(row))
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,9 @@ class Record:
             writer.writerow(row)
             file.write(lines.getvalue().encode())
 
-    def _place(self, row: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(row.get(key, "") for key in self.layout.cell)
+    def place(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Which measurement a row, or a cell to measure, is."""
+        return tuple(_text(row.get(key)) for key in self.layout.cell)
 
 
 def read_rows(path: Path, layout: Layout = TIMES) -> Iterator[Row]:
@@ -119,7 +120,7 @@ def read_rows(path: Path, layout: Layout = TIMES) -> Iterator[Row]:
     Raises:
         SystemExit: the file has other columns.
     """
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != layout.fields and path.stat().st_size:
             raise SystemExit(f"{path} has other columns than these benchmarks write. Give another file.")

@@ -152,7 +152,7 @@ def _step(group: Group) -> Iterator[str]:
     for part, title in (("step", "One decode step"), ("products", "of it products and attention"),
                         ("cache", "of it the cache's own code")):  # fmt: skip
         here = [row for row in rows if row["case"] == part]
-        cells = {name: [_cell(here, name, tokens, "ms_p50", _milliseconds) for tokens in lengths] for name in names}
+        cells = {name: [_cell(here, name, tokens, "ms_p50", _seconds) for tokens in lengths] for name in names}
         yield from _table(f"{title}: ms (median)", [f"at {tokens:,}" for tokens in lengths], cells)
 
 
@@ -202,10 +202,6 @@ def _rate(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _milliseconds(value: float) -> str:
     return f"{value:.2f}"
 
 

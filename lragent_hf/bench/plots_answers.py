@@ -9,21 +9,20 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from .bootstrap import interval
+from .answers import by_case, label
+from .bootstrap import interval, share
 from .record import Row
 
-__all__ = ["draw_accuracy"]
+__all__ = ["draw_answers"]
 
 _MEASURES = (("exact_match", "exact match, %", "o", "#000000"), ("f1", "F1, %", "D", "#0072B2"))
 
 
-def draw_accuracy(rows: Sequence[Row], out: Path) -> Iterator[Path]:
+def draw_answers(rows: Sequence[Row], out: Path) -> Iterator[Path]:
     """Draw to ``out`` (its ending is replaced by .png and .svg); yields the files."""
     sets = list(dict.fromkeys(row["adapters"] for row in rows))
     levels = list(dict.fromkeys(row["level"] for row in rows))
-    cases = list(
-        dict.fromkeys((row["scheme"], row["window"]) for row in sorted(rows, key=lambda row: int(row["window"])))
-    )
+    cases = list(by_case(rows))
     figure, panels = plt.subplots(
         len(sets), len(levels), figsize=(3.1 * len(levels) + 1.6, 0.34 * len(cases) * len(sets) + 1.4), squeeze=False,
         sharex=True, sharey=True, layout="constrained",
@@ -49,15 +48,14 @@ def draw_accuracy(rows: Sequence[Row], out: Path) -> Iterator[Path]:
 def _panel(axes: Any, rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> None:
     for shift, (field, name, marker, colour) in zip((-0.13, 0.13), _MEASURES, strict=True):
         for place, (scheme, window) in enumerate(cases):
-            values = [100 * float(row[field]) for row in rows if (row["scheme"], row["window"]) == (scheme, window)]
+            values = [float(row[field]) for row in rows if (row["scheme"], row["window"]) == (scheme, window)]
             if values:
-                mean, low, high = interval(values)
+                mean, low, high = (100 * value for value in (share if field == "exact_match" else interval)(values))
                 axes.errorbar(
                     mean, place + shift, xerr=[[mean - low], [high - mean]], fmt=marker, color=colour, markersize=4.5,
                     capsize=2, linewidth=1.2, label=name if not place else None,
                 )  # fmt: skip
-    names = [scheme if window == "0" else f"{scheme}, window {window}" for scheme, window in cases]
-    axes.set_yticks(range(len(cases)), names, fontsize=8)
+    axes.set_yticks(range(len(cases)), [label(*case) for case in cases], fontsize=8)
     axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
