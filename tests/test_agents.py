@@ -79,8 +79,8 @@ def test_both_forms_of_scienceqa_are_the_same_question() -> None:
         assert question.choices == ("ice", "fire")
     assert one.context == (Paragraph("Picture", ("A fire.", "It burns.")),)
     assert other.context == (Paragraph("Hint", ("Fire burns.",)),)
-    right, wrong = ("B", "(B) fire", "Fire.", "I choose (B)", "B."), ("A", "ice", "A fire", "I do not know", "", None)
-    assert [score(answer, one) for answer in right + wrong] == [(1, 1)] * 5 + [(0, 0)] * 6
+    right, wrong = ("B", "(B) fire", "Fire.", "I choose (B)", "B.", "A fire"), ("A", "ice", "I do not know", "", None)
+    assert [score(answer, one) for answer in right + wrong] == [(1, 1)] * 6 + [(0, 0)] * 5
 
 
 def test_an_empty_sentence_keeps_its_number() -> None:

@@ -47,8 +47,8 @@ def train(base: str, out: Path, *more: str) -> dict[str, Any]:
 def test_it_learns_and_goes_on_after_an_interruption(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(base, tmp_path / "whole", "--steps", "24", "--rate", "1e-2")
-    assert all(whole["loss"][agent] < 5.3 for agent in AGENTS)  # it begins at log(257) = 5.55
+    whole = train(base, tmp_path / "whole", "--steps", "24", "--rate", "1e-2", "--modules", "all-linear")
+    assert all(whole["loss_held_out"][agent] < 5.0 for agent in AGENTS), whole  # log(257), knowing nothing, is 5.55
     step = train_agents.Training.step
 
     def interrupted(self: Any, batch: Any) -> None:
@@ -58,10 +58,10 @@ def test_it_learns_and_goes_on_after_an_interruption(
 
     monkeypatch.setattr(train_agents.Training, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(base, tmp_path / "parts", "--steps", "24", "--rate", "1e-2")
+        train(base, tmp_path / "parts", "--steps", "24", "--rate", "1e-2", "--modules", "all-linear")
     assert not (tmp_path / "parts" / "plan").exists()
     monkeypatch.setattr(train_agents.Training, "step", step)
-    parts = train(base, tmp_path / "parts", "--steps", "24", "--rate", "1e-2")
+    parts = train(base, tmp_path / "parts", "--steps", "24", "--rate", "1e-2", "--modules", "all-linear")
     assert parts["loss"] == whole["loss"]
     assert parts["loss_held_out"] == whole["loss_held_out"]
     for agent in AGENTS:
@@ -99,7 +99,7 @@ def test_adapters_trained_with_one_a_are_taken_and_others_refused(
         assert config["base_model_name_or_path"] == base
         model = load_agents(AutoModelForCausalLM.from_pretrained(base), tmp_path / a)
         if a == "tied":
-            assert LoRASharedCache(model, scheme="base_lr_shared").agents == list(AGENTS)
+            assert "base_lr_shared" in repr(LoRASharedCache(model, scheme="base_lr_shared"))
         else:
             with pytest.raises(LRAgentError, match="v_proj"):
                 LoRASharedCache(model, scheme="base_lr_shared")
