@@ -268,6 +268,15 @@ def test_what_is_trained_on_and_what_is_generated_are_the_same_tokens(seed: int)
     assert exact_match(episode.answer or "", question.answer) == 1
 
 
+def test_a_line_break_in_place_of_the_models_end_is_not_the_agents() -> None:
+    crew = ScriptedCrew([("plan", f" hm{END}"), ("plan", " Reflect\n"), ("reflect", " so\n")])
+    episode = crew.answer(QUESTION, None, max_turns=3)
+    trajectory = episode.trajectory
+    assert trajectory.written is not None
+    assert bytes_of(trajectory.input_ids[trajectory.written]) == " hm Reflect\n so\n"
+    assert "Thought: hm\nTool: Reflect\nReflection: so\n" in episode.text
+
+
 def test_turns_run_out_and_no_tool_is_no_end() -> None:
     crew = ScriptedCrew([("plan", " hm\n"), ("plan", " Google\n"), ("plan", " cut short"), ("plan", f" Finish{END}")])
     episode = crew.answer(QUESTION, None, max_turns=4)

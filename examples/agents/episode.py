@@ -78,7 +78,8 @@ class Episode:
         for turn in self.turns:
             start, stop = turn.prompt.shape[1], turn.prompt.shape[1] + turn.written.shape[1]
             turns.append((turn.agent, stop))
-            written[start:stop] = True
+            # A model's own end of text is another token by now, and not the agent's.
+            written[start:stop] = self.ids[0, start:stop].cpu() == turn.written[0].cpu()
         return AgentTrajectory(self.ids[0].cpu(), turns, written)
 
 

@@ -38,7 +38,8 @@ class Piece:
 
 def opening(question: Question) -> Piece:
     """What stands before the first turn."""
-    return Piece(f"{_HEAD}Question: {question.question}\n")
+    asked = " Answer with a letter." if question.choices else ""
+    return Piece(f"{_HEAD}Question: {question.question}{asked}\n")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
