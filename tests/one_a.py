@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel
 from tiny import AGENTS, config, decoder_of, peft_model, raw, tokens
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 IDS = tokens(24)
 SMALL = {"num_hidden_layers": 2}
+KINDS = pytest.mark.parametrize("source", [None, "plan"], ids=["tied", "copied"])
 EQUAL: dict[str, dict[str, Any]] = {name: {} for name in AGENTS}
 
 

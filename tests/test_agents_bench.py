@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from agents import Crew, load_questions, new_agents
 from lragent_hf import AgentTrajectory
 from lragent_hf.bench import accuracy, fidelity
+from lragent_hf.bench.answers import ANSWERS, summary
 from lragent_hf.bench.bootstrap import interval, ratio_interval, share
 from lragent_hf.bench.crew import adapter_sets, ask_for, digest_of, key_of
+from lragent_hf.bench.divergence import DIVERGENCE
 from lragent_hf.bench.record import read_rows
 
 
@@ -55,7 +57,7 @@ def test_every_question_is_asked_under_every_scheme_and_only_once(
     assert "own: base_lr_shared refuses: " in capsys.readouterr().out
     rows = ask(base, adapters, csv, plot=tmp_path / "a.png")
     cases = {(row["question"], row["scheme"], row["window"]) for row in rows}
-    assert len(cases) == len(rows) == len(list(read_rows(csv, accuracy.ANSWERS))) == 9  # 3 questions, 1 + 2 cases
+    assert len(cases) == len(rows) == len(list(read_rows(csv, ANSWERS))) == 9  # 3 questions, 1 + 2 cases
     assert {(scheme, window) for _, scheme, window in cases} == {
         ("non_shared", "0"), ("full_shared", "0"), ("full_shared", "16")
     }  # fmt: skip
@@ -82,7 +84,7 @@ def test_tables_hold_means_intervals_and_paired_differences() -> None:
     f1 = [0.0, 1.0, 0.5, 1.0]
     rows = [row(i, "non_shared", float(value == 1), value) for i, value in enumerate(f1)]
     rows += [row(i, "full_shared", 0.0, value - 0.25) for i, value in enumerate(f1)]
-    text = accuracy.summary(rows)
+    text = summary(rows)
     assert "**a, easy: 4 questions**" in text
     assert "| full_shared | 0.0 [0.0, 49.0] | 37.5 [" in text  # 0 of 4: Wilson, by hand
     assert "| -25.0 [-25.0, -25.0] | 100.0 [51.0, 100.0] | 4.0 [4.0, 4.0] |" in text  # the same for every question
@@ -194,9 +196,7 @@ def test_fidelity_measures_what_windows_buy_and_cost(
         "csv": tmp_path / "f.csv", "layers": tmp_path,
     }  # fmt: skip
     rows = fidelity.run(**options)
-    assert (
-        len(rows) == len(list(read_rows(tmp_path / "f.csv", fidelity.DIVERGENCE))) == 3 * 5
-    )  # three shapes, 1 + 2 + 2
+    assert len(rows) == len(list(read_rows(tmp_path / "f.csv", DIVERGENCE))) == 3 * 5  # three shapes, 1 + 2 + 2
     for row in rows:
         kl, ran = float(row["kl"]), int(row["prefilled"])
         exact = row["scheme"] == "non_shared" or row["window"] == "5000"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_a import (
     IDS,
+    KINDS,
     SMALL,
     assert_as_made,
     assert_frozen,
@@ -29,8 +30,6 @@ from tiny import AGENTS, assert_alone, assert_same_state, base_model, config, ru
 
 from lragent_hf import LoRASharedCache, share_lora_A
 from lragent_hf.errors import AdapterChangedError, SharedAMismatchError
-
-KINDS = pytest.mark.parametrize("source", [None, "plan"], ids=["tied", "copied"])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from one_a import (
     IDS,
+    KINDS,
     SMALL,
     assert_as_made,
     assert_frozen,
@@ -26,8 +27,6 @@ from peft import LoraConfig, PeftModel
 from tiny import AGENTS, assert_alone, base_model, config, decoder_of, randomise, raw
 
 from lragent_hf import LoRASharedCache, share_lora_A
-
-KINDS = pytest.mark.parametrize("source", [None, "plan"], ids=["tied", "copied"])
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from ..cache import LoRASharedCache
-from ..errors import LRAgentError
-from ..schemes import SCHEMES
 from .answers import ANSWERS, label, summary
-from .crew import adapter_sets, ask_for, digest_of, import_agents, key_of, load_crew
-from .environment import environment
+from .crew import adapter_sets, allowed_cases, ask_for, digest_of, import_agents, key_of, load_crew
+from .environment import environment, set_up
 from .record import Record, Row
 
 __all__ = ["run"]
@@ -47,9 +45,7 @@ def run(
     Returns:
         The rows of what was asked for.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = set_up(device, threads)
     agents, sets = import_agents(), adapter_sets(adapters)
     questions = {key_of(one): one for one in ask_for(data, limit, unseen)}
     record = Record(
@@ -60,9 +56,10 @@ def run(
         },
         ANSWERS,
     )  # fmt: skip
-    cases = [(name, window) for name in schemes for window in (windows if SCHEMES[name].takes_window else (0,))]
     wanted = set()
     for name, folder in sets.items():
+        crew = load_crew(model, folder, getattr(torch, dtype), device)
+        cases = allowed_cases(crew.model, name, schemes, windows)
         cells = [
             {"adapters": name, "digest": digest_of(folder), "question": key, "scheme": scheme, "window": window}
             for number, key in enumerate(questions)
@@ -71,7 +68,7 @@ def run(
         wanted |= {record.place(cell) for cell in cells}
         todo = [cell for cell in cells if not record.has(cell)]
         if todo:
-            _ask(load_crew(model, folder, getattr(torch, dtype), device), questions, todo, record, agents, max_turns)
+            _ask(crew, questions, todo, record, agents, max_turns)
     rows = [row for row in record.rows if record.place(row) in wanted]
     print(summary(rows))
     if plot is not None:
@@ -85,25 +82,16 @@ def run(
 def _ask(
     crew: Any, questions: dict[str, Any], cells: Sequence[dict[str, Any]], record: Record, agents: Any, max_turns: int
 ) -> None:
-    """Answer what the record lacks; a scheme that these adapters do not allow is said once and left out."""
-    refused: set[str] = set()
+    """Answer what the record lacks."""
     warm: set[tuple[str, int]] = set()
     begin = time.perf_counter()
     for number, cell in enumerate(cells):
         scheme = cell["scheme"]
-        if scheme in refused:
-            continue
-        try:
-            cache = LoRASharedCache(crew.model, scheme=scheme, handover_window=cell["window"])
-        except LRAgentError as error:
-            refused.add(scheme)
-            print(f"{cell['adapters']}: {scheme} refuses: {' '.join(str(error).split())}")
-            continue
         question = questions[cell["question"]]
         if (scheme, cell["window"]) not in warm:  # the first pass compiles kernels and grows buffers
             warm.add((scheme, cell["window"]))
-            warm_up = LoRASharedCache(crew.model, scheme=scheme, handover_window=cell["window"])
-            crew.answer(question, warm_up, max_turns=4)
+            crew.answer(question, LoRASharedCache(crew.model, scheme, handover_window=cell["window"]), max_turns=4)
+        cache = LoRASharedCache(crew.model, scheme, handover_window=cell["window"])
         start = time.perf_counter()
         episode = crew.answer(question, cache, max_turns=max_turns)
         seconds = time.perf_counter() - start

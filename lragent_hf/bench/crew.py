@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..cache import LoRASharedCache
+from ..errors import LRAgentError
+from ..schemes import SCHEMES
 from .models import packaged_folder
 
-__all__ = ["PACKAGED", "adapter_sets", "ask_for", "digest_of", "import_agents", "key_of", "load_crew"]
+__all__ = [
+    "PACKAGED", "adapter_sets", "allowed_cases", "ask_for", "digest_of", "import_agents", "key_of", "load_crew",
+]  # fmt: skip
 
 PACKAGED = "smollm2-135m"
 _INVENTED, _SEED = 1000, 1
@@ -62,6 +67,19 @@ def load_crew(model: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
     source = str(packaged_folder() if model == PACKAGED else model)
     base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
     return agents.Crew(agents.load_agents(base, folder), AutoTokenizer.from_pretrained(source))
+
+
+def allowed_cases(model: Any, name: str, schemes: Sequence[str], windows: Sequence[int]) -> list[tuple[str, int]]:
+    """Scheme and window, those left out (and said) that these adapters do not allow."""
+    cases: list[tuple[str, int]] = []
+    for scheme in schemes:
+        try:
+            LoRASharedCache(model, scheme)
+        except LRAgentError as error:
+            print(f"{name}: {scheme} refuses: {' '.join(str(error).split())}")
+            continue
+        cases += [(scheme, window) for window in (windows if SCHEMES[scheme].takes_window else (0,))]
+    return cases
 
 
 def key_of(question: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["commit", "device_name", "environment"]
+__all__ = ["commit", "device_name", "environment", "set_up"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _AGENTS = _PACKAGE.parent / "examples" / "agents"
@@ -27,6 +27,13 @@ def environment(device: str, *, agents: bool = False) -> dict[str, str]:
         "commit": commit(*([_AGENTS] if agents and _AGENTS.is_dir() else [])),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def set_up(device: str | None = None, threads: int | None = None) -> str:
+    """Set torch's threads, if asked to; returns the device: a GPU if there is one, unless another is named."""
+    if threads:
+        torch.set_num_threads(threads)
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: str) -> str:

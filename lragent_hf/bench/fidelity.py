@@ -17,30 +17,17 @@ from torch import Tensor
 from .._compat import CACHE_ARG
 from ..audit import audit
 from ..cache import LoRASharedCache
-from ..errors import LRAgentError
 from ..fidelity import Audit, Fidelity
-from ..schemes import SCHEMES
+from ..similarity import layer_similarity
 from ..turns import AgentTrajectory, Unchanged, activate
-from .answers import label
 from .bootstrap import ratio_interval
-from .crew import adapter_sets, ask_for, digest_of, load_crew
-from .environment import environment
+from .crew import adapter_sets, allowed_cases, ask_for, digest_of, load_crew
+from .divergence import DIVERGENCE, table
+from .environment import environment, set_up
 from .measure import make_clock
-from .record import Layout, Record, Row
+from .record import Record, Row
 
-__all__ = ["DIVERGENCE", "cut", "joined", "run"]
-
-DIVERGENCE = Layout(
-    settings=("benchmark", "model", "dtype", "device", "device_name", "threads", "data", "questions", "max_turns",
-              "commit"),
-    cell=("adapters", "digest", "options", "length", "handovers", "trajectories", "scheme", "window"),
-    values=("distinct", "tokens", "kl", "of_full_shared", "low", "high", "last_turn_kl", "agreement", "nll",
-            "reference_nll", "prefilled", "ttft_s", "in_use_bytes", "by_turn"),
-)  # fmt: skip
-"""``length``: about as many tokens a trajectory; 0: one question. ``handovers``: 0: all there are. ``distinct``: so many
-trajectories were there. ``tokens``: predictions compared. ``of_full_shared``: KL as a fraction of full_shared's without a
-window, with its 95 % interval. ``by_turn``: KL of the first, second, ... turn after the first. ``ttft_s``: prefill a
-hand-over, mean."""
+__all__ = ["cut", "joined", "run"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +39,9 @@ class _Shape:
     trajectories: int
     options: str = ""
 
-    @property
-    def cell(self) -> dict[str, Any]:
-        return asdict(self)
+
+def _cell(same: dict[str, str], shape: _Shape, scheme: str, window: int) -> dict[str, Any]:
+    return {**same, **asdict(shape), "scheme": scheme, "window": window}
 
 
 def run(
@@ -92,9 +79,7 @@ def run(
     Returns:
         The rows of what was asked for.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = set_up(device, threads)
     sets = adapter_sets(adapters)
     settings = {
         "benchmark": "fidelity", "model": model, "dtype": dtype, "threads": torch.get_num_threads(),
@@ -113,19 +98,23 @@ def run(
     for name, folder in sets.items():
         same = {"adapters": name, "digest": digest_of(folder)}
         crew = load_crew(model, folder, getattr(torch, dtype), device)
-        cases = _cases(crew.model, name, schemes, windows)
-        cells = [
-            {**same, **shape.cell, "scheme": scheme, "window": window} for shape in shapes for scheme, window in cases
+        cases = allowed_cases(crew.model, name, schemes, windows)
+        todo = [
+            shape
+            for shape in shapes
+            if not all(record.has(_cell(same, shape, scheme, window)) for scheme, window in cases)
         ]
-        if not all(record.has(cell) for cell in cells):
+        if todo or layers is not None:
             asked = ask_for(data, questions, unseen)
             beside = csv.with_suffix(f".{name}.pt") if csv is not None else None
             episodes = _episodes(crew, asked, max_turns, beside, repr((same, sorted(settings.items()), len(asked))))
-            for number, shape in enumerate(shapes):
-                if not all(record.has({**same, **shape.cell, "scheme": one, "window": w}) for one, w in cases):
-                    _measure(crew.model, episodes, shape, record, same, schemes, windows, None if number else layers)
-        wanted += [row for row in record.rows if record.place(row) in {record.place(cell) for cell in cells}]
-    print(_table(wanted))
+            for shape in todo:
+                _measure(crew.model, episodes, shape, record, same, schemes, windows)
+            if layers is not None:
+                _write_layers(crew.model, _trajectories(episodes, shapes[0]), layers, name)
+        places = {record.place(_cell(same, shape, *case)) for shape in shapes for case in cases}
+        wanted += [row for row in record.rows if record.place(row) in places]
+    print(table(wanted))
     return wanted
 
 
@@ -172,19 +161,6 @@ def _trajectories(episodes: Sequence[AgentTrajectory], shape: _Shape) -> list[Ag
     return [cut(one, shape.handovers) for one in long if len(one.turns) > shape.handovers]
 
 
-def _cases(model: Any, name: str, schemes: Sequence[str], windows: Sequence[int]) -> list[tuple[str, int]]:
-    """Scheme and window, those left out (and said) that these adapters do not allow."""
-    cases: list[tuple[str, int]] = []
-    for scheme in schemes:
-        try:
-            LoRASharedCache(model, scheme)
-        except LRAgentError as error:
-            print(f"{name}: {scheme} refuses: {' '.join(str(error).split())}")
-            continue
-        cases += [(scheme, window) for window in (windows if SCHEMES[scheme].takes_window else (0,))]
-    return cases
-
-
 def _episodes(
     crew: Any, questions: Sequence[Any], max_turns: int, path: Path | None, key: str
 ) -> list[AgentTrajectory]:
@@ -217,25 +193,18 @@ def _measure(
     same: dict[str, str],
     schemes: Sequence[str],
     windows: Sequence[int],
-    layers: Path | None,
 ) -> None:
     options: dict[str, Any] = {"key_lr": False} if shape.options else {}
     some = _trajectories(episodes, shape)
     if not some:
         print(f"No trajectory of {shape.length} tokens has {shape.handovers} hand-overs.")
         return
-    found: Audit = audit(model, some, schemes, windows, layers=layers is not None, **options)
+    found: Audit = audit(model, some, schemes, windows, layers=False, **options)
     print(f"{same['adapters']}, {shape}\n{found}", flush=True)
-    if found.layers is not None and layers is not None:
-        layers.mkdir(parents=True, exist_ok=True)
-        found.layers.plot(layers / f"layers_{same['adapters']}.png")
-        (layers / f"layers_{same['adapters']}.md").write_text(
-            found.layers.table(per_layer=True) + "\n", encoding="utf-8"
-        )
     seconds = _prefill_seconds(model, some, found.rows, options)
     full = next((row for row in found.rows if (row.scheme, row.handover_window) == ("full_shared", 0)), None)
     for row in found.rows:
-        cell = {**same, **shape.cell, "scheme": row.scheme, "window": row.handover_window}
+        cell = _cell(same, shape, row.scheme, row.handover_window)
         if record.has(cell):
             continue
         ratio = ratio_interval(row.by_trajectory, full.by_trajectory) if full is not None else (None, None, None)
@@ -248,6 +217,19 @@ def _measure(
                 "by_turn": " ".join(f"{kl:.4f}" for kl in row.by_turn),
             }
         )  # fmt: skip
+
+
+def _write_layers(model: Any, trajectories: Sequence[AgentTrajectory], folder: Path, name: str) -> None:
+    """Cosines of what agents cache, layer by layer: a plot and a table."""
+    try:
+        found = layer_similarity(model, trajectories)
+    except (ValueError, TypeError, RuntimeError) as error:  # adapters that cannot be rows of one batch
+        print(f"{name}: layers were not compared: {' '.join(str(error).split())}")
+        return
+    print(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.plot(folder / f"layers_{name}.png")
+    (folder / f"layers_{name}.md").write_text(found.table(per_layer=True) + "\n", encoding="utf-8")
 
 
 def _prefill_seconds(
@@ -286,26 +268,3 @@ def _turn(model: Any, cache: LoRASharedCache, ids: Tensor, first: int, stop: int
 def _first_written(trajectory: AgentTrajectory, start: int, stop: int) -> int:
     written = [] if trajectory.written is None else trajectory.written[start + 1 : stop].nonzero().flatten().tolist()
     return start + 1 + written[0] if written else stop
-
-
-def _table(rows: Sequence[Row]) -> str:
-    """Rows in Markdown."""
-    lines = [
-        "| adapters | length | hand-overs | scheme | KL, nats/token | of full_shared's | last turn's KL | top-1 | TTFT, s "
-        "| trajectories |",
-        "|---|--:|--:|---|--:|---|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        named = f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}"
-        ratio = f"{_two(row['of_full_shared'])} [{_two(row['low'])}, {_two(row['high'])}]"
-        last = f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else ""
-        lines.append(
-            f"| {named} | {row['length']} | {row['handovers']} | {label(row['scheme'], row['window'])} | "
-            f"{float(row['kl']):.4f} | {ratio} | {last} | {float(row['agreement']):.1%} | {float(row['ttft_s']):.2f} | "
-            f"{row['distinct']} |"
-        )
-    return "\n".join(lines)
-
-
-def _two(number: str) -> str:
-    return f"{float(number):.2f}" if number else ""

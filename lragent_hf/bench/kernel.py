@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention import flash_lora_attention
 from ..attention.reference import reference_attention
-from .environment import environment
+from .environment import environment, set_up
 from .measure import make_clock
 from .record import Record, Row, number
 from .shapes import SHAPES, Shape
@@ -45,9 +45,7 @@ def run(
     Returns:
         A row for each length, dtype, case and contender, with p20, p50 and p80 in milliseconds; ``repeat`` is their number.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = set_up(device, threads)
     print(
         f"{shape}, rank {rank}, {device}, {torch.get_num_threads()} threads, {repeats} interleaved repeats"
         f" ({repeats * 20} of decode)"

@@ -12,7 +12,7 @@ import torch
 
 from ..schemes import SCHEMES
 from .contenders import make_caches
-from .environment import environment
+from .environment import environment, set_up
 from .measure import make_clock
 from .models import MODULES, add_agents, random_model
 from .paper import paper_beyond
@@ -83,8 +83,7 @@ def run(
     Args:
         limit: GiB that a cache which is filled may take.
     """
-    if threads:
-        torch.set_num_threads(threads)
+    set_up(threads=threads)
     record = Record(
         csv,
         {

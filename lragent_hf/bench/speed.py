@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .contenders import CONTENDERS, Caches, make_caches, scheme_of
-from .environment import environment
+from .environment import environment, set_up
 from .measure import PeakMemory, make_clock
 from .models import default_dtype, load_model
 from .record import Record, Row
@@ -67,9 +67,7 @@ def _run(
     Returns:
         The rows of what was asked for, those that were there already included.
     """
-    if threads:
-        torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = set_up(device, threads)
     dtype = dtype or default_dtype(model)
     if own_a:
         contenders = [name for name in contenders if scheme_of(name) != "base_lr_shared"]

@@ -22,7 +22,7 @@ from ..binding import ModelBinding
 from ..forward import Forward
 from ..tap import Tap
 from .contenders import AGENTS, make_caches
-from .environment import environment
+from .environment import environment, set_up
 from .models import default_dtype, load_model
 from .record import Record, Row, number
 from .shapes import recompute_layers
@@ -65,8 +65,7 @@ def run(
     Returns:
         Rows with p20, p50 and p80 in milliseconds of the whole step, its products, and the cache's own code.
     """
-    if threads:
-        torch.set_num_threads(threads)
+    set_up(threads=threads)
     dtype = dtype or default_dtype(model)
     contenders = list(only or CONTENDERS)
     record = Record(
