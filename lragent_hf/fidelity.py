@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .similarity_report import SimilarityReport
 
+from .figures import blank_figure
+
 __all__ = ["Audit", "Fidelity"]
 
 
@@ -104,14 +106,7 @@ class Audit:
         Returns:
             The figure.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise ImportError("Audit.plot() draws with matplotlib: pip install 'lragent_hf[plot]'.") from error
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = blank_figure("Audit.plot()")
         for row in self.rows:
             window = f", window {row.handover_window}" if row.handover_window else ""
             turns = range(1, len(row.by_turn) + 1)
@@ -119,7 +114,6 @@ class Audit:
         axes.set_xlabel("turn after the first")
         axes.set_ylabel(f"KL to {self.reference}, nats/token")
         axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize="small")
         if path is not None:
             figure.savefig(path, dpi=150)

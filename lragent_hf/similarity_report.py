@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from .figures import blank_figure
+
 __all__ = ["QUANTITIES", "SimilarityReport", "SimilarityRow"]
 
 Pair = tuple[str | None, str | None]
@@ -102,16 +104,7 @@ class SimilarityReport:
         Returns:
             The figure.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise ImportError(
-                "SimilarityReport.plot() draws with matplotlib: pip install 'lragent_hf[plot]'."
-            ) from error
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = blank_figure("SimilarityReport.plot()")
         for place, (name, label) in enumerate(QUANTITIES.items()):
             at: dict[int, list[float]] = {}
             for row in self.rows:
@@ -128,7 +121,6 @@ class SimilarityReport:
             axes.fill_between(list(at), lows, highs, color=colour, alpha=0.15, linewidth=0)
         axes.set(xlabel="layer", ylabel="cosine between agents")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]), top=1.03)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, handlelength=3.5)
