@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,14 @@ from lragent_hf import CACHE_ARG, LoRASharedCache
 from lragent_hf.buffer import GrowableBuffer
 
 IDS = tokens(80)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """What the imports left is no garbage: the collector, which these tests call often, need not look through it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
