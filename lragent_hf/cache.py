@@ -16,7 +16,13 @@ from .binding import ModelBinding, attach
 from .buffer import GrowableBuffer
 from .checkpoint import read_cache, read_manifest, write_cache
 from .describe import as_html, as_text
-from .errors import AdapterChangedError, CacheModelMismatchError, OutsideForwardError, UnsupportedModelError
+from .errors import (
+    AdapterChangedError,
+    CacheModelMismatchError,
+    OutsideForwardError,
+    TrajectoryMismatchError,
+    UnsupportedModelError,
+)
 from .forward import Forward
 from .hidden import block_of
 from .ledger import Ledger
@@ -161,6 +167,12 @@ class LoRASharedCache(Cache):
         inputs = input_ids if input_ids is not None else inputs_embeds
         if inputs is None:
             raise ValueError("The forward has neither input_ids nor inputs_embeds.")
+        if input_ids is not None and input_ids.ndim == 2 and not input_ids.numel() and self.ledger.total:
+            raise TrajectoryMismatchError(
+                f"The forward brings no tokens. {self.get_seq_length()} position(s) are cached for the active agent, and "
+                "generate runs what comes after them: pass the whole trajectory. If that is it, cache.align(input_ids) cuts "
+                "the cache to what is common and leaves a token to run."
+            )
         if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point() or not input_ids.numel()):
             raise ValueError(
                 f"input_ids must be integers [B, q] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}."

@@ -784,3 +784,17 @@ def test_sequences_of_one_agent_are_not_refused(model: PeftModel) -> None:
                 for each in (cache, stock)
             )
             assert_close(got, want)
+
+
+def test_a_prompt_shorter_than_what_is_cached_is_told_the_way_out(shared_a: PeftModel) -> None:
+    """`generate` leaves nothing of such a prompt, and the model is run on no tokens."""
+    cache = LoRASharedCache(shared_a)
+    run(shared_a, cache, IDS)
+    before = snapshot(cache)
+    prompt = IDS[:, :10]
+    arguments: dict[str, Any] = {CACHE_ARG: cache, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 2}
+    with pytest.raises(TrajectoryMismatchError, match=r"40 position.* are cached .* cache\.align"):
+        shared_a.generate(prompt, **arguments)
+    assert_same_state(before, snapshot(cache))
+    assert cache.align(prompt) == 9
+    assert torch.equal(shared_a.generate(prompt, **arguments), shared_a.generate(prompt, max_new_tokens=2))
