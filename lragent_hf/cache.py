@@ -170,8 +170,8 @@ class LoRASharedCache(Cache):
         if input_ids is not None and input_ids.ndim == 2 and not input_ids.numel() and self.ledger.total:
             raise TrajectoryMismatchError(
                 f"The forward brings no tokens. {self.get_seq_length()} position(s) are cached for the active agent, and "
-                "generate runs what comes after them: pass the whole trajectory. If that is it, cache.align(input_ids) cuts "
-                "the cache to what is common and leaves a token to run."
+                "generate runs what comes after them: pass the whole trajectory. If that is it, cache.align(input_ids) "
+                "cuts the cache to what is common and leaves a token to run."
             )
         if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point() or not input_ids.numel()):
             raise ValueError(
