@@ -1,0 +1,21 @@
+"""Hook of mkdocs: links in notebooks, which name files as they do on a disk, lead to the pages that are made of these."""
+
+import posixpath
+import re
+from typing import Any
+
+_LINK = re.compile(r'(href|src)="(?![a-z]+:|/|#)([^"#]+)(#[^"]*)?"')
+
+
+def on_page_content(html: str, page: Any, files: Any, **kwargs: Any) -> str:
+    """Rewrite what mkdocs itself rewrites in Markdown only. A link to no file of the site is left as it is."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def rewrite(link: re.Match[str]) -> str:
+        attribute, path, anchor = link.groups()
+        target = files.get_file_from_path(posixpath.normpath(posixpath.join(folder, path)))
+        return f'{attribute}="{target.url_relative_to(page.file)}{anchor or ""}"' if target else link[0]
+
+    return _LINK.sub(rewrite, html)
