@@ -1,6 +1,7 @@
 """Everything else that PEFT can put on v_proj, found by its registry: right where values are stored whole, and refused by
 name, before anything is written, where they are split."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from oracle import NaiveRun, assert_turns, exact_twin
 from peft import LoHaConfig, LoraConfig, PeftModel, TaskType, get_peft_model
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import variants
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -29,13 +29,14 @@ from tiny import (
     write,
 )
 from torch import nn
+from zoo.adapters import PAGE, page
+from zoo.tuners import PROMPTS, TINY, TUNERS, prompted, tuned, variant_configs
 
 from lragent_hf import LoRASharedCache
 from lragent_hf.errors import UnsupportedAdapterError, UnsupportedModelError
 
 IDS = tokens(40)
 WHOLE = ("non_shared", "full_shared")
-TINY = {"num_hidden_layers": 2}
 
 
 def refused(model: nn.Module, scheme: str, *parts: str) -> None:
@@ -53,46 +54,21 @@ def refused(model: nn.Module, scheme: str, *parts: str) -> None:
     assert hook_census(model) == before
 
 
-# --- tuners -----------------------------------------------------------------------------------------------------------
-
-# What a config needs for a v_proj of 48 x 16 (others take target_modules alone), and kinds that are no adapter of v_proj.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10},
-    "C3A": {"block_size": 16},
-    "FOURIERFT": {"n_frequency": 20},
-    "IA3": {"feedforward_modules": []},
-    "MISS": {"r": 16},
-    "PSOFT": {"r": 4},
-    "ROAD": {"group_size": 16},
-    "SHIRA": {"r": 4},
-    "VBLORA": {"vector_length": 8, "num_vectors": 16},
-    "WAVEFT": {"n_frequency": 20},
-}
-ELSEWHERE = {"LORA", "XLORA", "TRAINABLE_TOKENS", "SHADOW"}
-CONFIGS = {kind.value: cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-PROMPTS = [name for name, cls in CONFIGS.items() if issubclass(cls, peft.PromptLearningConfig)]
-TUNERS = [name for name in CONFIGS if name not in (*ELSEWHERE, *PROMPTS, "ADAPTION_PROMPT")]
-
-
-def tuned(name: str, **options: Any) -> PeftModel:
-    """A model with that tuner on v_proj, its weights moved away from where they do nothing."""
-    options = {"target_modules": ["v_proj"], **OPTIONS.get(name, {}), **options}
+def made(make: Callable[[], PeftModel]) -> PeftModel:
+    """What that gives; a tuner whose package is not here is skipped."""
     try:
-        cfg = CONFIGS[name](task_type=TaskType.CAUSAL_LM, **options)
-        model = get_peft_model(base_model(config(**TINY)), cfg).eval()
-    except ImportError as error:
+        return make()
+    except (ImportError, ValueError) as error:
         pytest.skip(str(error))
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+
+
+# --- tuners -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")  # what PEFT has to say about its own tuners
 @pytest.mark.parametrize("name", sorted(TUNERS))
 def test_other_tuners_on_v_proj(name: str) -> None:
-    model = tuned(name)
+    model = made(lambda: tuned(name))
     for scheme in SPLITTING:
         refused(model, scheme, "layers.0.self_attn.v_proj", "LoRA", "full_shared", "non_shared")
     for scheme in WHOLE:
@@ -115,11 +91,7 @@ def test_other_tuners_that_leave_v_proj_alone(name: str, scheme: str) -> None:
 @pytest.mark.parametrize("name", sorted(PROMPTS))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_prompt_learning_is_refused(name: str, scheme: str) -> None:
-    options = {"num_virtual_tokens": 4, "task_type": TaskType.CAUSAL_LM}
-    try:
-        model = get_peft_model(base_model(config(**TINY)), CONFIGS[name](**options)).eval()
-    except (ImportError, ValueError) as error:
-        pytest.skip(str(error))
+    model = made(lambda: prompted(name))
     with pytest.raises(UnsupportedAdapterError, match=r"'default' is prompt learning.*LoRA"):
         LoRASharedCache(model, scheme)
 
@@ -199,21 +171,12 @@ def test_every_variant_but_dora_is_refused(scheme: str, cls: type[LoraVariant]) 
     assert_same_state(snapshot(cache), before)
 
 
-def variant_configs() -> dict[str, dict[str, Any]]:
-    configs: dict[str, dict[str, Any]] = {"aLoRA": {"alora_invocation_tokens": IDS[0, 3:5].tolist()}}
-    configs["BD-LoRA"] = {"use_bdlora": peft.tuners.lora.config.BdLoraConfig(target_modules_bd_b=["v_proj"], nblocks=2)}
-    if hasattr(peft.tuners.lora.config, "KasaConfig"):
-        configs["KaSA"] = {"kasa_config": peft.tuners.lora.config.KasaConfig()}
-        configs["MiCA"] = {"init_lora_weights": "mica"}
-    return configs
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["aLoRA", "BD-LoRA", "KaSA", "MiCA"])
 def test_variants_as_peft_makes_them(name: str) -> None:
-    if name not in variant_configs():
+    if name not in variant_configs(["v_proj"]):
         pytest.skip("the installed PEFT has none")
-    lora = LoraConfig(r=4, task_type=TaskType.CAUSAL_LM, target_modules=["v_proj"], **variant_configs()[name])
+    lora = LoraConfig(r=4, task_type=TaskType.CAUSAL_LM, target_modules=["v_proj"], **variant_configs(["v_proj"])[name])
     model = get_peft_model(base_model(config(**TINY)), lora, adapter_name="plan").eval()
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
@@ -261,3 +224,12 @@ def test_target_parameters_elsewhere(scheme: str) -> None:
     naive = NaiveRun(exact_twin(model), scheme, agents=("plan",))
     turns: list[Any] = [(("plan",), 9), ((), 14), (("plan",), 20)]
     assert_turns(model, LoRASharedCache(model, scheme), naive, IDS, turns)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_of_adapters_is_what_becomes_of_them() -> None:
+    written = PAGE.read_text()
+    if f"PEFT {peft.__version__} " not in written:
+        pytest.skip(f"docs/adapters.md is of another PEFT than {peft.__version__}")
+    for line, now in zip(written.splitlines(), page().splitlines(), strict=True):
+        assert line == now or "needs `" in line + now, "write the page anew: see tests/zoo/adapters.py"
