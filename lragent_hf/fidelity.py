@@ -114,7 +114,7 @@ class Audit:
         axes.set_xlabel("turn after the first")
         axes.set_ylabel(f"KL to {self.reference}, nats/token")
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
