@@ -14,7 +14,7 @@ __all__ = ["Audit", "Fidelity"]
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How one scheme did, over all tokens of turns after a hand-over.
+    """How one scheme did, over all tokens of the turns after the first.
 
     Attributes:
         scheme, handover_window: which.
