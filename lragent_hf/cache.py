@@ -167,13 +167,13 @@ class LoRASharedCache(Cache):
         inputs = input_ids if input_ids is not None else inputs_embeds
         if inputs is None:
             raise ValueError("The forward has neither input_ids nor inputs_embeds.")
-        if input_ids is not None and input_ids.ndim == 2 and not input_ids.numel() and self.ledger.total:
-            raise TrajectoryMismatchError(
-                f"The forward brings no tokens. {self.get_seq_length()} position(s) are cached for the active agent, and "
-                "generate runs what comes after them: pass the whole trajectory. If that is it, cache.align(input_ids) "
-                "cuts the cache to what is common and leaves a token to run."
-            )
         if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point() or not input_ids.numel()):
+            if input_ids.ndim == 2 and not input_ids.shape[1] and self.ledger.total:
+                raise TrajectoryMismatchError(
+                    f"The forward brings no tokens. {self.get_seq_length()} position(s) are cached for the active agent, "
+                    "and generate runs what comes after them: pass the whole trajectory. If that is it, "
+                    "cache.align(input_ids) cuts the cache to what is common and leaves a token to run."
+                )
             raise ValueError(
                 f"input_ids must be integers [B, q] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}."
             )

@@ -17,6 +17,7 @@ from lragent_hf.errors import BackendUnavailableError
 __all__ = ["report"]
 
 _PACKAGES = ("torch", "transformers", "peft", "triton", "accelerate", "safetensors", "numpy")
+_SOME_DIGITS = 1e-4  # of the seven of float32: an error of rounding is far below, a mistake above
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TRITON_INTERPRET", "LRAGENT_AUTOTUNE", "CUDA_VISIBLE_DEVICES")
 
 
@@ -33,7 +34,8 @@ def report() -> str:
         *((f"backend `{name}`", _backend(name)) for name in ("blockwise", "triton")),
         *((f"`{name}`", os.environ[name]) for name in _VARIABLES if name in os.environ),
     ]
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    cells = ((name, value.replace("|", "\\|")) for name, value in rows)
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
 
 
 def _version(package: str) -> str:
@@ -44,6 +46,13 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
+    try:
+        return _seen_gpus()
+    except Exception as error:  # a driver that fails is what is to be reported
+        return [("GPU", f"**fails**: {_first_line(error)}")]
+
+
+def _seen_gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         return [("GPU", f"none that torch sees (built {f'for {built}' if built else 'for the CPU only'})")]
@@ -59,16 +68,21 @@ def _backend(name: str) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 3, 32), (1, 2, 40, 32), (1, 2, 40, 32), (1, 40, 8), (2, 8, 32))
-    inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    want: Any = flash_lora_attention(*(x.double() for x in inputs), backend="reference")
     try:
-        got = flash_lora_attention(*inputs, backend=name)
+        got: Any = flash_lora_attention(*(x.to(device) for x in inputs), backend=name)
+        off = ((got.cpu() - want).abs().max() / want.abs().max()).item()
     except BackendUnavailableError as error:
         return f"no: {str(error).removeprefix(f'backend {name!r}: ')}"
     except Exception as error:
-        return f"**fails**: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    want: Any = flash_lora_attention(*(x.double() for x in inputs), backend="reference")
-    off = ((got - want).abs().max() / want.abs().max()).item()
-    return f"runs on {device}, error {off:.0e} of the largest output"
+        return f"**fails** on {device}: {_first_line(error)}"
+    verdict = "runs" if off < _SOME_DIGITS else "**wrong**"  # NaN is wrong, too
+    return f"{verdict} on {device}, error {off:.0e} of the largest output"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 if __name__ == "__main__":

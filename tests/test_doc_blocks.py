@@ -7,7 +7,7 @@ import pytest
 import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
-from tiny import peft_model, randomise, tokens
+from tiny import base_model, config, peft_model, randomise, tokens
 from tiny_agents import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +37,8 @@ def names(page: Path, folder: Path) -> dict[str, Any]:
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.data.mul_(0.1)  # no adapter that was trained moves a model as far as the random ones of other tests
+    base_model(config()).save_pretrained(folder / "base-model")
+    model.save_pretrained(folder / "adapters")  # a folder for each
     return {"torch": torch, "model": model, "ids": tokens(24), "observation": tokens(5, seed=1)}
 
 

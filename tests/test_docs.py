@@ -1,7 +1,8 @@
-"""The documentation names all that is public, shows what the committed measurements say, and links to what is there."""
+"""The documentation names all that is public, report.md is what the committed CSVs say, and links lead to what is there."""
 
 import ast
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from lragent_hf.bench.report import as_markdown
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md"), ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *DOCS.rglob("*.md"),
+    *DOCS.rglob("*.ipynb"),
+    *(ROOT / "examples").rglob("README.md"),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -59,6 +65,11 @@ def test_the_page_of_all_measurements_is_what_the_csvs_say() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(page.read_text()):
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        text = "\n".join(
+            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+        )
+    for link in LINK.findall(text):
         if not link.startswith(("http://", "https://", "#")):
             assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"

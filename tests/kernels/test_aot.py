@@ -22,7 +22,7 @@ def compile_all(*arguments, tmp_path):
     return [line.split() for line in done.stdout.splitlines() if " of " in line]
 
 
-@pytest.mark.parametrize("arch", NVIDIA_AND_AMD)  # the others among all below
+@pytest.mark.parametrize("arch", NVIDIA_AND_AMD + OTHERS)
 def test_every_dtype_at_head_dim_128(arch, tmp_path):
     asked = ("--arch", arch, "--D", 128, "--rank", 8, "--mode", "prefill", "decode")
     assert len(compile_all(*asked, tmp_path=tmp_path)) == 6

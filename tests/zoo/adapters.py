@@ -1,7 +1,6 @@
 """docs/adapters.md: what becomes of every adapter that PEFT has. Written by ``PYTHONPATH=tests python -m zoo.adapters
 docs/adapters.md``."""
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,10 +22,11 @@ SHARES = ("base_lr_stacked", "base_shared")  # base_lr_shared differs in asking 
 WHOLE = ("full_shared", "non_shared")
 HEAD = """# Adapters
 
-Every kind of adapter that PEFT {version} has, put on `v_proj` or on `k_proj` of a tiny model, with weights that do
+The kinds of adapter of PEFT {version} that go on `v_proj` or `k_proj`, tried on a tiny model with weights that do
 something. "Yes": the cache takes it, and one agent's logits are those of a `DynamicCache`, to rounding. "No": it is
-refused by name, before anything is written. Adapters on other layers than these two are no matter to the cache: any tuner
-may be there.
+refused by name, and the cache is left as it was. "Not tried": it needs arguments in every forward. Adapters on other
+layers make no difference to the cache: any tuner that leaves attention alone may be there. X-LoRA is refused by every
+scheme.
 
 `base_lr_shared` takes what the other `base_*` schemes take, if all adapters have one A there (`share_lora_A`).
 The command that writes this page is in `tests/zoo/adapters.py`; a test compares it.
@@ -48,7 +48,14 @@ def rows() -> Iterator[str]:
         yield row(name, lambda module, name=name: lora_of_kind(name, module))  # type: ignore[misc]
     for name in sorted(TUNERS):
         yield row(name, lambda module, name=name: tuned(name, target_modules=[module]))  # type: ignore[misc]
-    yield f"| prompt learning: {', '.join(sorted(PROMPTS))} | {' | '.join([refused_everywhere()] * 4)} |"
+    for name in sorted(PROMPTS):
+        try:
+            model = prompted(name)
+        except (ImportError, ValueError) as error:
+            yield f"| {name} (prompt learning) | needs `{str(error).split()[0]}` | | | |"
+            continue
+        split, whole = answer(model, SHARES), answer(model, WHOLE)
+        yield f"| {name} (prompt learning) | {split} | {split} | {answer(model, SHARES, key_lr=False)} | {whole} |"
 
 
 def row(name: str, make: Callable[[str], nn.Module]) -> str:
@@ -58,13 +65,9 @@ def row(name: str, make: Callable[[str], nn.Module]) -> str:
         return f"| {name} | needs `{error.name or str(error).split()[0]}` | | | |"
     if name in TASKS:
         return f"| {name} | {answer(on_v, SHARES)} | not tried | not tried | not tried |"
-    cells = (
-        answer(on_v, SHARES),
-        answer(on_k, SHARES),
-        answer(on_k, SHARES, key_lr=False),
-        answer(on_v, WHOLE) if answer(on_v, WHOLE) == answer(on_k, WHOLE) else "by projection",
-    )
-    return f"| {name} | {' | '.join(cells)} |"
+    whole = " or ".join(sorted({answer(on_v, WHOLE), answer(on_k, WHOLE)}))
+    split = answer(on_v, SHARES), answer(on_k, SHARES), answer(on_k, SHARES, key_lr=False)
+    return f"| {name} | {' | '.join(split)} | {whole} |"
 
 
 def answer(model: nn.Module, schemes: tuple[str, ...], **options: bool) -> str:
@@ -76,16 +79,6 @@ def answer(model: nn.Module, schemes: tuple[str, ...], **options: bool) -> str:
             found.add("yes")
         except LRAgentError:
             found.add("no")
-    return " or ".join(sorted(found))
-
-
-def refused_everywhere() -> str:
-    """``no``, if no scheme takes any of these."""
-    found = set()
-    for name in PROMPTS:
-        with contextlib.suppress(ImportError, ValueError):
-            model = prompted(name)
-            found |= {answer(model, (*SHARES, *WHOLE))}
     return " or ".join(sorted(found))
 
 
