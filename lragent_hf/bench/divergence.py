@@ -17,7 +17,7 @@ DIVERGENCE = Layout(
 """``length``: about as many tokens a trajectory; 0: one question. ``handovers``: 0: all there are. ``distinct``: so many
 trajectories were there. ``tokens``: predictions compared. ``of_full_shared``: KL as a fraction of full_shared's without a
 window, with its 95 % interval. ``by_turn``: KL of the first, second, ... turn after the first. ``ttft_s``: prefill a
-hand-over, mean."""
+hand-over, mean, timed on the first three trajectories."""
 
 
 def table(rows: Sequence[Row]) -> str:
