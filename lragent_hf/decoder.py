@@ -23,10 +23,13 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PeftModel | PeftMixedModel):
         for name, config in model.peft_config.items():
             if config.is_prompt_learning or config.peft_type == PeftType.XLORA:
-                reason = "is prompt learning ({}), which puts virtual tokens into the cache"
-                if config.peft_type == PeftType.XLORA:
-                    reason = "is {}, which runs every forward twice and so would cache every token twice"
-                raise UnsupportedAdapterError(f"Adapter {name!r} {reason.format(config.peft_type)}. Use LoRA adapters.")
+                raise UnsupportedAdapterError(
+                    f"Adapter {name!r} is X-LoRA, which runs every forward twice and so would cache every token twice. Use "
+                    "LoRA adapters."
+                    if config.peft_type == PeftType.XLORA
+                    else f"Adapter {name!r} is prompt learning ({config.peft_type}), which puts virtual tokens into the "
+                    "cache. Use LoRA adapters."
+                )
         model = model.base_model.model
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"Expected a transformers model or a PeftModel, got {type(model).__name__}.")

@@ -49,6 +49,16 @@ def messages() -> set[str]:
     return strings.found
 
 
+def raised(folder: Path) -> Iterator[str]:
+    """What the library raises, as far as it begins with words; benchmarks apart, which are commands."""
+    for path in (path for path in folder.rglob("*.py") if "bench" not in path.parts):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func)[0].isupper():
+                choice = node.exc.args[0]
+                for said in (choice.body, choice.orelse) if isinstance(choice, ast.IfExp) else (choice,):
+                    yield from (text for one in texts(said) if (text := one.lstrip(HOLE + " ")) and text[0].isalpha())
+
+
 MESSAGES = messages()
 
 
@@ -65,6 +75,19 @@ def test_a_quoted_message_is_in_the_library(quoted: str) -> None:
     assert any(message.startswith(beginning) for message in MESSAGES), (
         f"No message of the library begins with {quoted!r}: it was changed, or is quoted wrongly, in troubleshooting.md."
     )
+
+
+RAISED = list(raised(ROOT / "lragent_hf"))
+
+
+def test_every_message_is_quoted() -> None:
+    """But those that begin with what a variable holds (the reasons, each quoted by itself), and what no user can meet."""
+    beginnings = [
+        quoted.replace("...", HOLE).lstrip(HOLE + " ").rstrip(HOLE + " ") for quoted in QUOTED.findall(TROUBLESHOOTING)
+    ]
+    missing = [message for message in RAISED if not any(message.startswith(beginning) for beginning in beginnings)]
+    assert missing == [f"positions {HOLE} to {HOLE} were asked of a buffer that holds none"]
+    assert len(RAISED) > 100
 
 
 def test_a_changed_message_would_be_noticed() -> None:

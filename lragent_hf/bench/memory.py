@@ -122,7 +122,8 @@ def _print(shape: str, rows: Sequence[Row], schemes: Sequence[str]) -> None:
     def gibibytes(scheme: str, tokens: int) -> float:
         return (number(found[scheme, tokens], "in_use_bytes") or 0.0) / _GIB
 
-    print(f"\n{shape}: GiB of cache; beyond full_shared (the paper's, Ministral-8B). ~: predicted")
+    theirs = " (the paper's)" if any(paper_beyond(shape, "non_shared", tokens) is not None for tokens in lengths) else ""
+    print(f"\n{shape}: GiB of cache; beyond full_shared{theirs}. ~: predicted")
     print(f"{'':24}" + "".join(f"{tokens:>28,}" for tokens in lengths))
     for scheme in schemes:
         cells = []
@@ -130,7 +131,7 @@ def _print(shape: str, rows: Sequence[Row], schemes: Sequence[str]) -> None:
             mark = "~" if found[scheme, tokens]["status"] == "predicted" else ""
             size = gibibytes(scheme, tokens)
             beyond = size - gibibytes("full_shared", tokens)
-            theirs = paper_beyond(shape, scheme, tokens)
-            said = "" if theirs is None else f" ({theirs:.2f})"
+            paper = paper_beyond(shape, scheme, tokens)
+            said = "" if paper is None else f" ({paper:.2f})"
             cells.append(f"{f'{mark}{size:.3f}  +{beyond:.3f}{said}':>28}")
         print(f"{scheme:24}" + "".join(cells))

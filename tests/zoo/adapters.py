@@ -13,7 +13,18 @@ from torch import nn
 from lragent_hf import LoRASharedCache
 from lragent_hf.errors import LRAgentError
 
-from .tuners import LORA_KINDS, PROMPTS, TUNERS, lora_of_kind, prompted, tuned, variant_configs
+from .tuners import (
+    CONFIGS,
+    ELSEWHERE,
+    LORA_KINDS,
+    PROMPTS,
+    TUNERS,
+    elsewhere,
+    lora_of_kind,
+    prompted,
+    tuned,
+    variant_configs,
+)
 
 __all__ = ["PAGE", "page"]
 
@@ -22,11 +33,10 @@ SHARES = ("base_lr_stacked", "base_shared")  # base_lr_shared differs in asking 
 WHOLE = ("full_shared", "non_shared")
 HEAD = """# Adapters
 
-The kinds of adapter of PEFT {version} that go on `v_proj` or `k_proj`, tried on a tiny model with weights that do
-something. "Yes": the cache takes it, and one agent's logits are those of a `DynamicCache`, to rounding. "No": it is
-refused by name, and the cache is left as it was. "Not tried": it needs arguments in every forward. Adapters on other
-layers make no difference to the cache: any tuner that leaves attention alone may be there. X-LoRA is refused by every
-scheme.
+The kinds of adapter of PEFT {version}, tried on a tiny model with weights that do something. "Yes": the cache takes it,
+and one agent's logits are those of a `DynamicCache`, to rounding. "No": it is refused by name, and the cache is left as it
+was. "Not tried": it needs arguments in every forward. Adapters on layers other than `v_proj` and `k_proj` make no
+difference to the cache: any tuner that leaves attention alone may be there. X-LoRA is refused by every scheme.
 
 `base_lr_shared` takes what the other `base_*` schemes take, if all adapters have one A there (`share_lora_A`).
 The command that writes this page is in `tests/zoo/adapters.py`; a test compares it.
@@ -43,19 +53,26 @@ def page() -> str:
 
 
 def rows() -> Iterator[str]:
-    """A line a kind of adapter: LoRA's kinds, then the other tuners, then prompt learning."""
+    """A line a kind of adapter: LoRA's kinds, the other tuners, those that are not on a projection, prompt learning."""
     for name in (*LORA_KINDS, *variant_configs([])):
         yield row(name, lambda module, name=name: lora_of_kind(name, module))  # type: ignore[misc]
     for name in sorted(TUNERS):
         yield row(name, lambda module, name=name: tuned(name, target_modules=[module]))  # type: ignore[misc]
+    for name in (name for name in sorted(ELSEWHERE) if name in CONFIGS):
+        yield everywhere(f"{name} (not on a projection)", elsewhere(name))
     for name in sorted(PROMPTS):
         try:
             model = prompted(name)
         except (ImportError, ValueError) as error:
             yield f"| {name} (prompt learning) | needs `{str(error).split()[0]}` | | | |"
             continue
-        split, whole = answer(model, SHARES), answer(model, WHOLE)
-        yield f"| {name} (prompt learning) | {split} | {split} | {answer(model, SHARES, key_lr=False)} | {whole} |"
+        yield everywhere(f"{name} (prompt learning)", model)
+
+
+def everywhere(name: str, model: nn.Module) -> str:
+    """For what cannot be put on one projection: the same in both columns."""
+    split = answer(model, SHARES)
+    return f"| {name} | {split} | {split} | {answer(model, SHARES, key_lr=False)} | {answer(model, WHOLE)} |"
 
 
 def row(name: str, make: Callable[[str], nn.Module]) -> str:

@@ -8,10 +8,13 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny import base_model, config, tokens
 
-__all__ = ["CONFIGS", "LORA_KINDS", "PROMPTS", "TINY", "TUNERS", "lora_of_kind", "prompted", "tuned", "variant_configs"]
+__all__ = [
+    "CONFIGS", "ELSEWHERE", "LORA_KINDS", "PROMPTS", "TINY", "TUNERS", "elsewhere", "lora_of_kind", "prompted", "tuned",
+    "variant_configs",
+]  # fmt: skip
 
 TINY = {"num_hidden_layers": 2}
-# What a config needs for a v_proj of 48 x 16 (others take target_modules alone), and kinds that are no adapter of v_proj.
+# What a config needs for a v_proj of 48 x 16 (others take target_modules alone).
 OPTIONS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "C3A": {"block_size": 16},
@@ -24,10 +27,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "VBLORA": {"vector_length": 8, "num_vectors": 16},
     "WAVEFT": {"n_frequency": 20},
 }
-ELSEWHERE = {"LORA", "XLORA", "TRAINABLE_TOKENS", "SHADOW"}
+# Kinds that are no adapter of one projection, with what they need.
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2},
+    "SHADOW": {},
+    "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
+}
 CONFIGS = {kind.value: cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 PROMPTS = [name for name, cls in CONFIGS.items() if issubclass(cls, peft.PromptLearningConfig)]
-TUNERS = [name for name in CONFIGS if name not in (*ELSEWHERE, *PROMPTS, "ADAPTION_PROMPT")]
+TUNERS = [name for name in CONFIGS if name not in (*ELSEWHERE, *PROMPTS, "LORA", "XLORA")]
 
 
 def tuned(name: str, **options: Any) -> PeftModel:
@@ -38,6 +46,12 @@ def tuned(name: str, **options: Any) -> PeftModel:
     """
     options = {"target_modules": ["v_proj"], **OPTIONS.get(name, {}), **options}
     cfg = CONFIGS[name](task_type=TaskType.CAUSAL_LM, **options)
+    return _moved(get_peft_model(base_model(config(**TINY)), cfg))
+
+
+def elsewhere(name: str) -> PeftModel:
+    """A model with that kind of ``ELSEWHERE``."""
+    cfg = CONFIGS[name](task_type=TaskType.CAUSAL_LM, **ELSEWHERE[name])
     return _moved(get_peft_model(base_model(config(**TINY)), cfg))
 
 
