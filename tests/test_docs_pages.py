@@ -53,7 +53,11 @@ def raised(folder: Path) -> Iterator[str]:
     """What the library raises, as far as it begins with words; benchmarks apart, which are commands."""
     for path in (path for path in folder.rglob("*.py") if "bench" not in path.parts):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func)[0].isupper():
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and ast.unparse(node.exc.func)[0].isupper()
+            ):
                 choice = node.exc.args[0]
                 for said in (choice.body, choice.orelse) if isinstance(choice, ast.IfExp) else (choice,):
                     yield from (text for one in texts(said) if (text := one.lstrip(HOLE + " ")) and text[0].isalpha())

@@ -122,7 +122,9 @@ def _print(shape: str, rows: Sequence[Row], schemes: Sequence[str]) -> None:
     def gibibytes(scheme: str, tokens: int) -> float:
         return (number(found[scheme, tokens], "in_use_bytes") or 0.0) / _GIB
 
-    theirs = " (the paper's)" if any(paper_beyond(shape, "non_shared", tokens) is not None for tokens in lengths) else ""
+    theirs = (
+        " (the paper's)" if any(paper_beyond(shape, "non_shared", tokens) is not None for tokens in lengths) else ""
+    )
     print(f"\n{shape}: GiB of cache; beyond full_shared{theirs}. ~: predicted")
     print(f"{'':24}" + "".join(f"{tokens:>28,}" for tokens in lengths))
     for scheme in schemes:
