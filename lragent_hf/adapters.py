@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .dora import is_dora
 from .errors import UnsupportedAdapterError
+from .placement import device_of, is_offloaded, weight_of
 from .tap import Tap
 
 __all__ = [
@@ -56,7 +57,8 @@ def lora_adapters(root: nn.Module) -> list[str]:
 def lora_a(layer: nn.Module, adapter: str) -> Tensor | None:
     """The adapter's A [rank, d_in] on this layer, or ``None`` if it leaves the layer alone."""
     if isinstance(layer, LoraLayer) and adapter in layer.lora_A:
-        weight: Tensor = layer.lora_A[adapter].weight
+        weight = weight_of(layer.lora_A[adapter])
+        assert weight is not None
         return weight.detach()
     return None
 
@@ -69,12 +71,13 @@ def fold_b(layer: LoraLayer, adapter: str, heads: int, dtype: torch.dtype) -> tu
         or ``None``. Softmax rows sum to one, so a constant on V is the same constant on the output.
     """
     b, scale = layer.lora_B[adapter], layer.scaling[adapter]
-    weight = (b.weight.detach() if torch.is_grad_enabled() else b.weight) * scale
+    weight, bias = weight_of(b), weight_of(b, "bias")
+    assert weight is not None
+    weight = (weight.detach() if torch.is_grad_enabled() else weight) * scale
     if weight.dtype != dtype:
         weight = weight.to(dtype)
     folded = weight.view(heads, -1, weight.shape[1]).transpose(1, 2)
-    bias = None if b.bias is None else (b.bias.detach() * scale).to(dtype).view(heads, 1, -1)
-    return folded, bias
+    return folded, None if bias is None else (bias.detach() * scale).to(dtype).view(heads, 1, -1)
 
 
 def unsplittable(module: nn.Module | None, adapters: Sequence[str], key: bool = False) -> tuple[str, str | None] | None:
@@ -135,10 +138,13 @@ def _not_plain(layer: LoraLayer, adapter: str, key: bool) -> tuple[str, str | No
     dropout = layer.lora_dropout[adapter]
     if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
         return f"LoRA dropout of adapter {adapter!r} is active", "call model.eval() first"
-    device = layer.lora_A[adapter].weight.device
-    base = next((weight.device for weight in layer.get_base_layer().parameters()), device)
-    if device.type == "meta":
+    a = layer.lora_A[adapter]
+    if a.weight.device.type == "meta" and not is_offloaded(a):
         return f"the weights of adapter {adapter!r} are not in memory (device meta)", "load them"
+    if is_dora(variant) and (is_offloaded(a) or is_offloaded(layer.get_base_layer())):
+        return f"adapter {adapter!r} is DoRA, whose weights are offloaded between forwards", "keep them in memory"
+    device = device_of(a)
+    base = device_of(layer.get_base_layer()) if next(layer.get_base_layer().parameters(), None) is not None else device
     if device != base:
         return f"adapter {adapter!r} is on {device} and the projection on {base}", "move one to the other"
     return None

@@ -17,6 +17,7 @@ from .binding import attach
 from .cache import LoRASharedCache
 from .errors import LRAgentError
 from .fidelity import Audit, Fidelity
+from .placement import device_of
 from .schemes import Scheme, resolve_scheme
 from .similarity import layer_similarity
 from .similarity_report import SimilarityReport
@@ -152,7 +153,7 @@ class _Sums:
         )  # fmt: skip
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode accelerate would leave offloaded parameters that nothing can train
 def _run(
     model: Any,
     trajectory: AgentTrajectory,
@@ -160,7 +161,7 @@ def _run(
     caches: list[LoRASharedCache],
     sums: list[_Sums],
 ) -> None:
-    ids = trajectory.input_ids.to(attach(model).decoder.device)[None]
+    ids = trajectory.input_ids.to(device_of(attach(model).decoder))[None]
     start = 0
     for turn, (agent, stop) in enumerate(trajectory.turns):
         activate(model, agent)

@@ -28,6 +28,7 @@ from .hidden import block_of
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
 from .mixed import follow_rows, prefix_to_take
+from .placement import device_of
 from .roster import Roster
 from .rotary import RotaryStore
 from .schemes import Scheme, resolve_scheme
@@ -123,7 +124,7 @@ class LoRASharedCache(Cache):
         align = max(1, 16 // self.binding.decoder.dtype.itemsize)  # column blocks start at multiples of 16 bytes
         self.roster = Roster(self.scheme, align, key_lr, list(agents) if agents is not None else None)
         self.rotary = RotaryStore()
-        on_cpu = self.binding.decoder.device.type == "cpu"
+        on_cpu = device_of(self.binding.decoder).type == "cpu"
         self.key_working_copy = on_cpu if key_working_copy is None else key_working_copy
         self.value_working_copy = value_working_copy
         stated = getattr(self.binding.decoder.config, "num_hidden_layers", 0)

@@ -18,16 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from .agents import Mixed
 from .banks import LRBank
 from .buffer import GrowableBuffer
 from .errors import CacheFileError
-from .fingerprint import adapter_digests, base_weight, check_fits, model_facts
+from .fingerprint import adapter_digests, base_layer, check_fits, model_facts
+from .placement import device_of
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
@@ -219,7 +219,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     facts = manifest["record"] | {"conventions": frozenset(manifest["record"]["conventions"])}
     for name, value in facts.items():
         setattr(record, name, _key(value) if name == "unknown_by" else value)
-    device = cache.binding.decoder.device
+    device = device_of(cache.binding.decoder)
     if record.total:
         record.tokens.write(0, tensors.get_tensor("record.tokens").to(device))
         record.mask.write(0, tensors.get_tensor("record.mask").to(device))
@@ -232,7 +232,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     for number, bank in enumerate(manifest["banks"]):
         names = set(tensors.keys())
         stacks = [
-            tensors.get_tensor(name).to(base_weight(sites[position].module).device)
+            tensors.get_tensor(name).to(device_of(base_layer(sites[position].module)))
             if (name := f"banks.{number}.{position}") in names
             else None
             for position in range(bank["layers"])
@@ -242,7 +242,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
     cache.roster.bank_of.update({adapter: _key(key) for adapter, key in manifest["bank_of"]})
     for index, layer in enumerate(cache.layers):
         mine = cache.binding.layers.get(index)
-        place = device if mine is None else _device(mine.attention, device)
+        place = device if mine is None else device_of(mine.attention)
         for group, buffers in layer.groups():
             for number, raw in enumerate(manifest["layers"][index][group]):
                 key = _key(raw)
@@ -262,11 +262,6 @@ def _key(raw: Any) -> Any:
     if isinstance(raw, dict):
         return Mixed(map(tuple, raw["rows"]))
     return tuple(raw) if isinstance(raw, list) else raw
-
-
-def _device(module: nn.Module, default: torch.device) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return default if parameter is None else parameter.device
 
 
 # --- bytes -------------------------------------------------------------------------------------------------------------

@@ -9,20 +9,21 @@ from torch import Tensor, nn
 
 from .adapters import lora_a
 from .errors import CacheModelMismatchError
+from .placement import weight_of
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
 
-__all__ = ["adapter_digests", "base_weight", "check_fits", "model_facts"]
+__all__ = ["adapter_digests", "base_layer", "check_fits", "model_facts"]
 
 
 def model_facts(cache: "LoRASharedCache") -> dict[str, Any]:
     """What a model must be to read a cache: class, dtype, number of layers, and digests of the base's v_proj."""
     decoder = cache.binding.decoder
     sites = cache.binding.sites(cache.roster.keys)
-    weights = {site.name: base_weight(site.module) for site in sites}
+    weights = {site.name: _base_weight(site.module) for site in sites}
     if not weights:  # no separate v_proj: the embedding stands for the model
-        weights = {"the input embedding": base_weight(decoder.get_input_embeddings())}
+        weights = {"the input embedding": _base_weight(decoder.get_input_embeddings())}
     return {
         "class": type(decoder).__name__,
         "dtype": str(decoder.dtype),
@@ -32,11 +33,17 @@ def model_facts(cache: "LoRASharedCache") -> dict[str, Any]:
     }
 
 
-def base_weight(module: Any) -> Tensor:
-    """Weight of a projection below whatever adapters wrap it."""
+def base_layer(module: Any) -> nn.Module:
+    """A projection below whatever adapters wrap it."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
-    weight: Tensor = module.weight
+    found: nn.Module = module
+    return found
+
+
+def _base_weight(module: nn.Module) -> Tensor:
+    weight = weight_of(base_layer(module))
+    assert weight is not None
     return weight
 
 

@@ -115,8 +115,8 @@ class Forward:
             stack = bank.stacks[site.position]
             if stack is not None:
                 rows = x if first == self.plan.past else x[:, first - self.plan.past :]
-                if rows.dtype != stack.dtype:
-                    rows = rows.to(stack.dtype)
+                if rows.dtype != stack.dtype or rows.device != stack.device:  # moved once more on its way in
+                    rows = rows.to(stack)
                 site.rows[key] = (first, functional.linear(rows, stack))
         return counted
 

@@ -23,6 +23,7 @@ from .decoder import find_decoder
 from .dora import check_no_dora
 from .errors import UnsupportedAdapterError, UnsupportedModelError
 from .layer import ATTRIBUTE
+from .placement import device_of, weight_of
 from .similarity_report import QUANTITIES, SimilarityReport, SimilarityRow
 from .turns import AgentTrajectory, Unchanged, activate, check_model, check_trajectory
 
@@ -77,7 +78,7 @@ def layer_similarity(
             detach(model)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _compare(
     model: Any, binding: ModelBinding, trajectories: Sequence[AgentTrajectory], agents: Sequence[str | None]
 ) -> SimilarityReport:
@@ -88,7 +89,7 @@ def _compare(
             hooks.callback(handle.remove)
         for trajectory in trajectories:
             stop = trajectory.turns[-1][1] if trajectory.turns else len(trajectory.input_ids)
-            ids = trajectory.input_ids[None, :stop].to(binding.decoder.device)
+            ids = trajectory.input_ids[None, :stop].to(device_of(binding.decoder))
             if stop:
                 model(input_ids=ids.expand(len(agents), -1), use_cache=False, logits_to_keep=1)
             tokens += stop
@@ -161,8 +162,11 @@ def _parts(v_proj: Any, agent: str | None, x: Tensor) -> tuple[Tensor | None, Te
     if agent is None or agent not in v_proj.lora_A:
         return None, None
     a, b = v_proj.lora_A[agent], v_proj.lora_B[agent]
-    lr = F.linear(x.to(a.weight.dtype), a.weight)
-    return lr, F.linear(lr, b.weight, b.bias) * v_proj.scaling[agent]
+    down, up = weight_of(a), weight_of(b)
+    assert down is not None
+    assert up is not None
+    lr = F.linear(x.to(down), down)
+    return lr, F.linear(lr, up, weight_of(b, "bias")) * v_proj.scaling[agent]
 
 
 def _direction(row: Tensor) -> Tensor:

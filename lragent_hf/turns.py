@@ -88,7 +88,8 @@ class Unchanged:
         wrappers = [module for module in self.model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         layers: list[Any] = [layer for _, _, _, layer in tuner_layers(self.model)] + wrappers
         self.layers = [(layer, list(layer.active_adapters), layer.disable_adapters) for layer in layers]
-        self.trained = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        # By name: offloaded parameters are made anew in every forward.
+        self.trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
     def __exit__(self, *error: Any) -> None:
         if self.active:
@@ -96,8 +97,9 @@ class Unchanged:
         for layer, names, disabled in self.layers:
             layer.set_adapter(names)
             layer.enable_adapters(not disabled)
-        for parameter, trained in self.trained:
-            parameter.requires_grad_(trained)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad != self.trained[name]:
+                parameter.requires_grad_(self.trained[name])
 
 
 def _is_peft(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What transformers calls: our attention function and the mask function that goes with it."""
+"""What transformers calls: our attention function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
-from .._compat import sliding_window_of
 from ..errors import UnsupportedModelError
 from . import flash_lora_attention, run_backend
+from .masks import WindowMask, attends, mask
 from .parts import Part, attend_parts, join_parts
 
 __all__ = ["NAME", "register"]
@@ -18,50 +18,11 @@ __all__ = ["NAME", "register"]
 NAME = "lragent"
 """Registered name. One that contained ``flash`` would be taken for a FlashAttention package."""
 
-_WINDOW = "lragent_window"  # attribute of the 2-D masks made here: the sliding window, or None
-
 
 def register() -> None:
     """Register attention and mask function with transformers. Again is a no-op."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
-    """Mask for ``attention``.
-
-    Returns:
-        ``None`` for plain causal attention without padding; a bool mask [B, kv_length] that carries its sliding window
-        for causal attention with padding or a window; a dense mask [B, 1, q_length, kv_length] for anything else.
-    """
-    window = sliding_window_of(mask_function)
-    if window is False:
-        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
-        )
-    if window is not None and kv_offset + kv_length <= window:
-        window = None  # nothing has left the window yet
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
-        if window is None and bool(attention_mask.all()):
-            return None
-    elif window is None:
-        return None
-    else:
-        attention_mask = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
-    setattr(attention_mask, _WINDOW, window)
-    return attention_mask
 
 
 def attention(
@@ -111,8 +72,17 @@ def attention(
             v_lr, b, bias, gain = reading.v_lr, reading.b, reading.bias, reading.gain
             known = known and (b is None or b.dtype == key.dtype == value.dtype)
             extra, parts = reading.key, reading.parts
-    # A window, a dense mask (which has no window attribute) and autocast's mixed dtypes need the cache in one piece.
-    if parts and (getattr(attention_mask, _WINDOW, attention_mask) is not None or key.dtype != value.dtype):
+    window = None
+    if isinstance(attention_mask, WindowMask):
+        window, attention_mask = attention_mask.window, attention_mask.as_subclass(Tensor)
+    elif attention_mask is not None and attention_mask.ndim == 2:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} changed the attention mask on its way, so its window is unknown. "
+            "Make the cache with attention='keep'."
+        )
+    dense = attention_mask is not None and attention_mask.ndim != 2
+    # A window, a dense mask and autocast's mixed dtypes need the cache in one piece.
+    if parts and (dense or window is not None or key.dtype != value.dtype):
         key, value, v_lr, extra = join_parts(parts)
         parts = ()
     if query.dtype != value.dtype:  # autocast, where rotated queries and keys come in fp32; sdpa casts as well
@@ -120,21 +90,14 @@ def attention(
         extra = None if extra is None else extra.to(value.dtype)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    window = None
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if dense:
+        assert attention_mask is not None
         if v_lr is not None and b is not None:
             value = value + v_lr.unsqueeze(1) @ b
         if extra is not None:
             key = key + extra.added()
         output = dense_attention(query, key, value, attention_mask, scaling, softcap)
     else:
-        if attention_mask is not None:
-            if not hasattr(attention_mask, _WINDOW):
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} changed the attention mask on its way, so its window is unknown. "
-                    "Make the cache with attention='keep'."
-                )
-            window = getattr(attention_mask, _WINDOW)
         if parts:
             output = attend_parts(
                 query, parts, b, scale=scaling, causal=bool(is_causal), key_padding_mask=attention_mask, softcap=softcap,
@@ -154,19 +117,9 @@ def attention(
     if bias is not None:
         constant = bias.repeat_interleave(groups, -3).transpose(-3, -2)
         if attention_mask is not None:
-            constant = constant * _attends(attention_mask, window, output.shape[1])
+            constant = constant * attends(attention_mask, window, output.shape[1])
         output = output + constant
     return (output if output.dtype == dtype else output.to(dtype)).contiguous(), None
-
-
-def _attends(mask: Tensor, window: int | None, count: int) -> Tensor:
-    """Which of the last ``count`` positions attend to anything [B or 1, count, 1 or Hq, 1]: others get no constant."""
-    if mask.ndim != 2:
-        return mask.any(-1).transpose(1, 2).unsqueeze(-1) if mask.dtype == torch.bool else mask.new_ones(())
-    seen = mask.long().cumsum(1)
-    if window is not None:
-        seen = seen - nn.functional.pad(seen, (window, 0))[:, : seen.shape[1]]
-    return seen[:, -count:, None, None] > 0
 
 
 def _take(layer: Any, key: Tensor, value: Tensor) -> Any:
