@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GrowableBuffer"]
+__all__ = ["GrowableBuffer", "is_expanded"]
 
 _SPARE = 256  # positions of spare room at least: growing a short buffer often costs more than the room
 _FORK_SPARE = 16  # the same for the tail of a fork, of which there may be many
@@ -123,9 +123,20 @@ class GrowableBuffer:
             new._part(new.ends()[_MAX_PIECES // 2 - 1], keep_rest=True)
         return new
 
+    def expand(self, count: int) -> None:
+        """Be of ``count`` rows in place of one. For a fork without a tail: all rows read its prefix from where it lies."""
+        assert self.data is None
+        self.prefix = tuple(Frozen(_expanded(piece.rows, count), piece) for piece in self.prefix)
+
     def select(self, rows: Tensor) -> None:
         """Keep batch rows ``rows`` (an index, repetitions allowed), in that order."""
-        if self.capacity:
+        if self.prefix and all(map(is_expanded, (piece.rows for piece in self.prefix))):
+            prefix = tuple(Frozen(_expanded(piece.rows[:1], rows.numel()), piece) for piece in self.prefix)
+            tail = self.data
+            self._become(
+                prefix, self.start, None if tail is None else lambda: tail.index_select(0, rows.to(tail.device))
+            )
+        elif self.capacity:
             whole = self.read(self.capacity)
             self._become((), 0, lambda: whole.index_select(0, rows.to(whole.device)))
 
@@ -145,11 +156,19 @@ class GrowableBuffer:
         self.device = device
 
     def nbytes(self, length: int) -> int:
-        """Bytes that ``length`` positions take."""
-        rows = next(self._all_rows(), None)
-        if rows is None or not rows.shape[self.dim]:
-            return 0
-        return rows.numel() // rows.shape[self.dim] * length * rows.element_size()
+        """Bytes that ``length`` positions take: where all rows read the same, once."""
+        found = 0
+        for rows in self._all_rows():
+            count = min(length, rows.shape[self.dim])
+            found += (1 if is_expanded(rows) else rows.shape[0]) * count * self.row_nbytes
+            length -= count
+        return found
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one position of one row."""
+        rows = next((rows for rows in self._all_rows() if rows.numel()), None)
+        return 0 if rows is None else rows.numel() // (rows.shape[self.dim] * rows.shape[0]) * rows.element_size()
 
     def copy(self) -> "GrowableBuffer":
         """An independent copy. What is frozen stays so and is shared; the tail's storage is copied."""
@@ -214,10 +233,20 @@ class GrowableBuffer:
         self.prefix, self.start, self.data = prefix, start, data
 
 
+def is_expanded(rows: Tensor) -> bool:
+    """Whether several batch rows are one in memory."""
+    return rows.shape[0] > 1 and rows.stride(0) == 0
+
+
+def _expanded(rows: Tensor, count: int) -> Tensor:
+    return rows.expand(count, *rows.shape[1:])
+
+
 def _without_the_rest(piece: Frozen) -> Frozen:
     """The piece in storage of its own, if it would keep much more than itself alive."""
-    needed = piece.rows.numel() * piece.rows.element_size()
+    rows = piece.rows[:1] if is_expanded(piece.rows) else piece.rows
+    needed = rows.numel() * rows.element_size()
     if 2 * needed >= piece.rows.untyped_storage().nbytes():
         return piece
     with torch.inference_mode(False), torch.no_grad():
-        return Frozen(piece.rows.clone())
+        return Frozen(_expanded(rows.clone(), piece.rows.shape[0]))

@@ -27,7 +27,7 @@ from .forward import Forward
 from .hidden import block_of
 from .ledger import Ledger
 from .memory import MemoryReport, memory_report
-from .mixed import follow_rows, prefix_to_take
+from .mixed import branch_off, follow_rows, prefix_to_take
 from .placement import device_of
 from .roster import Roster
 from .rotary import RotaryStore
@@ -368,6 +368,30 @@ class LoRASharedCache(Cache):
         return self._clone(
             lambda layer, new: layer.fork(new, self.ledger.valid), lambda buffer, length: buffer.fork(length)
         )
+
+    def branch(self, agents: Sequence[str | None]) -> "LoRASharedCache":
+        """A fork of one row that goes on as a batch: row i is for ``agents[i]`` (debate, voting, sampling in parallel).
+
+        All rows read what is here from one place in memory; each writes a tail of its own. Run the whole batch with PEFT's
+        ``adapter_names=agents``, and go on from one of the rows with ``adopt``. Under ``non_shared`` and ``base_shared``
+        each row takes a copy of what its agent keeps for itself.
+
+        Args:
+            agents: names of adapters, or ``None`` for the base model; the same one may come several times.
+
+        Raises:
+            ValueError: no agent, or an unknown one.
+            CacheModelMismatchError: this cache is a batch already.
+            UnsupportedAdapterError: under ``non_shared`` and ``base_shared``: the agents have not read equally far.
+        """
+        return branch_off(self, agents)
+
+    def adopt(self, row: int) -> None:
+        """Go on from batch row ``row`` alone, as any agent. What branches read of their origin stays where it lies.
+
+        If ``generate`` went on with pads after that row had ended, ``align`` cuts them off.
+        """
+        self._select(torch.tensor([operator.index(row)]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to the folder ``path``: safetensors and a JSON manifest, all of it or nothing.

@@ -123,7 +123,7 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
                 owner = everyone if stream is None else agent_label(stream)
                 add(part, owner, ledger.valid(name, stream), buffer)
             if group:
-                per_token += next(iter(group.values())).nbytes(1)
+                per_token += next(iter(group.values())).row_nbytes
         for part, name in (("LR", "lr"), ("K LR", "k_lr")):
             for key, buffer in layer.group(name).items():
                 owner = agent_label(key) if isinstance(key, tuple) else ", ".join(cache.roster.banks[key].adapters)
@@ -139,7 +139,7 @@ def memory_report(cache: "LoRASharedCache") -> MemoryReport:
         scheme=scheme.name,
         rows=tuple(MemoryRow(part, owner, *numbers) for (part, owner), numbers in sums.items()),
         record_bytes=sum(buffer.nbytes(cache.trajectory.total) for buffer in cache.trajectory.buffers()),
-        unshared_bytes=per_token // rows * ledger.total * sum(map(len, ran)),
+        unshared_bytes=per_token * ledger.total * sum(map(len, ran)),
         beyond_window_bytes=beyond,
     )
 

@@ -4,20 +4,20 @@ Such a batch is an agent of its own too. Row i reads what row i's agent reads: w
 copied when the batch first runs, and each goes its own way from there.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .agents import Agent, Mixed, agent_label, select_rows
+from .agents import Agent, Mixed, agent_label, of_rows, select_rows
 from .buffer import GrowableBuffer
-from .errors import UnsupportedAdapterError
+from .errors import CacheModelMismatchError, UnsupportedAdapterError
 
 if TYPE_CHECKING:
     from .cache import LoRASharedCache
 
-__all__ = ["follow_rows", "prefix_to_take", "take_over"]
+__all__ = ["branch_off", "follow_rows", "prefix_to_take", "take_over"]
 
 
 def prefix_to_take(cache: "LoRASharedCache", agent: Agent, check: bool = False) -> int:
@@ -72,6 +72,30 @@ def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[]
         _put_back(before, agent)
         raise
     return lambda: _put_back(before, agent)
+
+
+def branch_off(cache: "LoRASharedCache", agents: Sequence[str | None]) -> "LoRASharedCache":
+    """A fork with a row for each of ``agents``, all of which read what is there from one place. See ``branch``."""
+    if isinstance(agents, str) or not agents:
+        raise ValueError(f"branch() takes a list of agents, one a row, not {agents!r}.")
+    known = cache.binding.adapters()
+    if unknown := [agent for agent in agents if agent is not None and agent not in known]:
+        raise ValueError(f"branch(): {unknown[0]!r} is no adapter of the model. Loaded: {known}.")
+    if cache.batch_size > 1:
+        raise CacheModelMismatchError(
+            f"branch() makes rows out of one, and the cache holds {cache.batch_size}. Choose one first: adopt(row)."
+        )
+    cache.binding.settle()
+    prefix_to_take(cache, of_rows([() if agent is None else (agent,) for agent in agents]), check=True)
+    new = cache.fork()
+    if cache.ledger.total and len(agents) > 1:
+        record = new.trajectory
+        record.tokens, record.mask = (buffer.fork(record.total) for buffer in record.buffers())
+        for buffer in new.buffers():
+            buffer.expand(len(agents))
+        record.rows = len(agents)
+    new.ledger.last = None  # nothing that was checked was checked for a batch
+    return new
 
 
 def follow_rows(cache: "LoRASharedCache", rows: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .banks import Place
-from .buffer import GrowableBuffer
+from .buffer import GrowableBuffer, is_expanded
 from .working import WorkingCopy
 
 __all__ = ["SharedLayer"]
@@ -76,7 +76,11 @@ class SharedLayer(CacheLayerMixin):
     def read_lr(self, group: str, places: Sequence[Place], stop: int, start: int = 0) -> Tensor | None:
         """LR [B, n, R] of these places, side by side: a view where there is one. ``None`` where there is none."""
         slices = [self.read(group, key, stop, start)[..., first : first + rank] for key, (first, rank) in places]
-        return None if not slices else slices[0] if len(slices) == 1 else torch.cat(slices, -1)
+        if len(slices) < 2:
+            return slices[0] if slices else None
+        if all(map(is_expanded, slices)):  # one row in memory stays one
+            return torch.cat([one[:1] for one in slices], -1).expand(slices[0].shape[0], -1, -1)
+        return torch.cat(slices, -1)
 
     def fork(self, cache: Any, length_of: Callable[[str, Hashable], int]) -> "SharedLayer":
         """A layer for another cache that shares what is here; ``length_of(group, key)``: how much of a buffer is valid."""

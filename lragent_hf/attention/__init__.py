@@ -125,7 +125,7 @@ def run_backend(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_lora_attention` for arguments like some that it has checked: in decode its checks cost what a product does."""
-    name = _automatic(q.device.type) if backend == "auto" else backend
+    name = backend_for(q.device.type, backend)
     run = _named(name)
     if name == "triton" and (problem := _kernels().unsupported(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k)):
         if backend != "auto":
@@ -134,6 +134,11 @@ def run_backend(
         run = blockwise_attention
     result: Tensor | tuple[Tensor, Tensor] = run(q, k, v_base, v_lr, b, k_lr=k_lr, b_k=b_k, **options)
     return result
+
+
+def backend_for(device: str, backend: str) -> str:
+    """The backend that runs on a device type if this one was asked for."""
+    return _automatic(device) if backend == "auto" else backend
 
 
 @torch.compiler.assume_constant_result

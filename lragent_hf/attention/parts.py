@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import flash_lora_attention
+from . import backend_for, flash_lora_attention
 from .merge import merge
+from .one_prefix import attend_one_prefix
 from .reference import rotated
 
 __all__ = ["KeyLR", "Part", "attend_parts", "join_parts"]
@@ -66,22 +67,37 @@ def attend_parts(
 ) -> Tensor:
     """`flash_lora_attention` over the parts laid end to end. The queries stand within the last one.
 
-    O = sum_p w_p O_p with w = softmax of the parts' log-sum-exps: exact, and each part is read where it lies.
+    O = sum_p w_p O_p with w = softmax of the parts' log-sum-exps: exact, and each part is read where it lies. One that is
+    the same for all batch rows (a branch's prefix) is read once for all of them where PyTorch's products do it.
     """
+    blockwise = backend_for(q.device.type, backend) == "blockwise"
     whole: tuple[Tensor, Tensor] | None = None
     first = 0
     for part in parts:
         stop = first + part.k.shape[2]
-        out = flash_lora_attention(
-            q, part.k, part.v, part.v_lr, b, scale=scale, causal=causal and part is parts[-1], softcap=softcap,
-            return_lse=True, key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, first:stop],
-            backend=backend, **({} if part.key is None else part.key.arguments()),  # type: ignore[arg-type]
-        )  # fmt: skip
+        mask = None if key_padding_mask is None else key_padding_mask[:, first:stop]
+        if blockwise and part.key is None and _is_one(part.k):
+            v_lr = part.v_lr if part.v_lr is None or not _is_one(part.v_lr) else part.v_lr[0]
+            out = attend_one_prefix(
+                q, part.k[0], part.v[0], v_lr, b,
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, key_padding_mask=mask, softcap=softcap,
+            )  # fmt: skip
+        else:
+            out = flash_lora_attention(  # type: ignore[assignment]  # a tuple: return_lse
+                q, part.k, part.v, part.v_lr, b, scale=scale, causal=causal and part is parts[-1], softcap=softcap,
+                return_lse=True, key_padding_mask=mask, backend=backend,
+                **({} if part.key is None else part.key.arguments()),  # type: ignore[arg-type]
+            )  # fmt: skip
         assert isinstance(out, tuple)
         whole = out if whole is None else merge(*whole, *out)
         first = stop
     assert whole is not None
     return whole[0]
+
+
+def _is_one(rows: Tensor) -> bool:
+    """Whether several batch rows are one in memory."""
+    return rows.shape[0] > 1 and rows.stride(0) == 0
 
 
 def join_parts(parts: Sequence[Part]) -> Part:
