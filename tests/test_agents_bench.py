@@ -17,7 +17,7 @@ from lragent_hf.bench import accuracy, fidelity
 from lragent_hf.bench.answers import ANSWERS, summary
 from lragent_hf.bench.bootstrap import interval, ratio_interval, share
 from lragent_hf.bench.crew import adapter_sets, ask_for, digest_of, key_of
-from lragent_hf.bench.divergence import DIVERGENCE
+from lragent_hf.bench.divergence import DIVERGENCE, prefill_table, table
 from lragent_hf.bench.record import read_rows
 
 
@@ -214,7 +214,14 @@ def test_fidelity_measures_what_windows_buy_and_cost(
         assert (row["last_turn_kl"] == "") == (row["handovers"] == "0")
     monkeypatch.setattr(fidelity, "audit", None)  # nothing is measured again
     monkeypatch.setattr(Crew, "answer", None)
-    assert fidelity.run(**options | {"layers": None}) == rows
+    assert fidelity.run(**options | {"layers": None, "plot": tmp_path / "f.png"}) == rows
+    assert (tmp_path / "f.png").stat().st_size > 20_000
+    assert (tmp_path / "f.svg").stat().st_size > 10_000
+    lines = table(rows).splitlines()[2:]
+    assert len(lines) == len(rows)
+    assert sum("| a question | all |" in line for line in lines) == 5
+    prefills = prefill_table([row for row in rows if row["length"] == "0"]).splitlines()[2:]
+    assert "| own | full_shared | 1.0 x | " in prefills[1]
     assert len(fidelity.run(**options | {"lengths": [0], "schemes": ["non_shared"]})) == 1
 
 

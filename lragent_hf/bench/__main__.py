@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--windows", type=int, nargs="+", default=[0, 32, 96, 256], help="values of handover_window")
     command.add_argument("--whole-keys", action="store_true", help="with LoRA on k_proj: also key_lr=False")
     command.add_argument("--layers", type=Path, help="folder for plots of cosines, layer by layer")
+    command.add_argument("--plot", type=Path, help="KL against windows, lengths and hand-overs, as PNG and SVG")
 
     command = commands.add_parser("report", help="tables and plots of CSVs, beside the paper's numbers")
     command.add_argument("csv", type=Path, nargs="+")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .answers import label
 from .record import Layout, Row
 
-__all__ = ["DIVERGENCE", "table"]
+__all__ = ["DIVERGENCE", "prefill_table", "table"]
 
 DIVERGENCE = Layout(
     settings=("benchmark", "model", "dtype", "device", "device_name", "threads", "data", "questions", "max_turns",
@@ -21,22 +21,41 @@ hand-over, mean, timed on the first three trajectories."""
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows in Markdown."""
+    """Rows in Markdown. ``tokens run``: as a multiple of ``full_shared``'s without a window."""
     lines = [
-        "| adapters | length | hand-overs | scheme | KL, nats/token | of full_shared's | last turn's KL | top-1 | TTFT, s "
-        "| trajectories |",
+        "| adapters | length | hand-overs | scheme | KL, nats/token | of full_shared's | last turn's KL | top-1 "
+        "| tokens run | trajectories |",
         "|---|--:|--:|---|--:|---|--:|--:|--:|--:|",
     ]
     for row in rows:
+        full = next((one for one in rows if _place(one) == (*_place(row)[:-2], "full_shared", "0")), None)
+        ran = f"{int(row['prefilled']) / int(full['prefilled']):.1f} x" if full else f"{int(row['prefilled']):,}"
         named = f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}"
-        ratio = f"{_two(row['of_full_shared'])} [{_two(row['low'])}, {_two(row['high'])}]"
-        last = f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else ""
+        ratio = f"{_two(row['of_full_shared'])} [{_two(row['low'])}, {_two(row['high'])}]" if row["low"] else ""
+        cells = [
+            named, str(int(row["length"]) or "a question"), str(int(row["handovers"]) or "all"),
+            label(row["scheme"], row["window"]), f"{float(row['kl']):.4f}", ratio,
+            f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else "", f"{float(row['agreement']):.1%}", ran,
+            row["distinct"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prefill_table(rows: Sequence[Row]) -> str:
+    """Seconds of prefill a hand-over as a multiple of ``full_shared``'s without a window, of the same run, in Markdown."""
+    lines = ["| adapters | scheme | TTFT, of full_shared's | KL, nats/token |", "|---|---|--:|--:|"]
+    for row in rows:
+        full = next(one for one in rows if _place(one) == (*_place(row)[:-2], "full_shared", "0"))
         lines.append(
-            f"| {named} | {row['length']} | {row['handovers']} | {label(row['scheme'], row['window'])} | "
-            f"{float(row['kl']):.4f} | {ratio} | {last} | {float(row['agreement']):.1%} | {float(row['ttft_s']):.2f} | "
-            f"{row['distinct']} |"
+            f"| {row['adapters']} | {label(row['scheme'], row['window'])} | "
+            f"{float(row['ttft_s']) / float(full['ttft_s']):.1f} x | {float(row['kl']):.4f} |"
         )
     return "\n".join(lines)
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in DIVERGENCE.cell)
 
 
 def _two(number: str) -> str:

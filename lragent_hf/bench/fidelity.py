@@ -64,6 +64,7 @@ def run(
     threads: int | None,
     csv: Path | None,
     layers: Path | None,
+    plot: Path | None = None,
 ) -> list[Row]:
     """Let agents answer, audit the schemes on what they wrote, time each scheme's prefills, and print a table.
 
@@ -77,6 +78,7 @@ def run(
         whole_keys: with adapters on k_proj, also keep keys whole (``key_lr=False``).
         csv: rows are read from and appended to it. What the agents wrote is kept beside it.
         layers: folder for the cosines, layer by layer, of each set of adapters: a plot and a table.
+        plot: where to draw KL against windows, lengths and hand-overs.
 
     Returns:
         The rows of what was asked for.
@@ -117,6 +119,11 @@ def run(
         places = {record.place(_cell(same, shape, *case)) for shape in shapes for case in cases}
         wanted += [row for row in record.rows if record.place(row) in places]
     print(table(wanted))
+    if plot is not None:
+        from .plots_divergence import draw_divergence
+
+        for path in draw_divergence(wanted, plot):
+            print(path)
     return wanted
 
 

@@ -15,10 +15,10 @@ from .groups import Group, contenders_of, length_labels, lengths_of
 from .record import Row, number
 from .stats import percentiles
 
-__all__ = ["draw"]
+__all__ = ["STYLES", "draw"]
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
-_STYLES: dict[str, tuple[str, str, Any]] = {
+STYLES: dict[str, tuple[str, str, Any]] = {
     "three_dynamic": ("#000000", "o", "-"),
     "one_dynamic": ("#7f7f7f", "X", (0, (1, 1))),
     "non_shared": ("#D55E00", "s", "--"),
@@ -153,7 +153,7 @@ def _beyond(full: float, low: float, middle: float, high: float) -> tuple[float,
 def _draw_lines(axes: Axes, lines: dict[str, list[Point]], hollow: Collection[tuple[str, float]] = frozenset()) -> None:
     """Medians as lines, p20 to p80 as bands. Each line is thinner than the one below it: those that coincide show."""
     for place, (name, points) in enumerate(lines.items()):
-        colour, marker, dash = _STYLES.get(name, _OTHER)
+        colour, marker, dash = STYLES.get(name, _OTHER)
         top = place / max(1, len(lines) - 1)
         size = 10 - 5 * top + (3 if marker == "*" else 0)
         xs, lows, middles, highs = zip(*points, strict=True)
