@@ -1,4 +1,4 @@
-"""Where a module runs, and its weights while accelerate keeps them in CPU memory or on the disk.
+"""Where a module runs, and its weights where accelerate keeps them elsewhere, or tensor parallelism has split them.
 
 ``dispatch_model`` and ``device_map=`` put a hook on each module that moves what it is given to its device, and on offloaded
 ones a hook that also loads their weights, and lets go of them after. Between two calls these weights are on device meta.
@@ -31,9 +31,17 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """A parameter on the device where the module runs, fetched if it is offloaded; ``None`` if there is none."""
+    """A parameter on the device where the module runs; ``None`` if there is none.
+
+    Fetched if it is offloaded; of one that tensor parallelism has split (a DTensor) the part of this process.
+    """
     parameter: Tensor | None = getattr(module, name)
-    if parameter is None or parameter.device.type != "meta" or not is_offloaded(module):
+    if parameter is None:
+        return None
+    if type(parameter) is not nn.Parameter and hasattr(parameter, "to_local"):
+        local: Tensor = parameter.to_local()
+        return local
+    if parameter.device.type != "meta" or not is_offloaded(module):
         return parameter
     hook = _hook(module)
     kept: Tensor = hook.weights_map[name]
