@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.utils.generic import maybe_autocast
 
-__all__ = ["Devices", "here"]
+__all__ = ["Devices", "There", "here", "known_to_transformers"]
 
 NAME = "lazy"  # a name that torch knows and asks no library about
 _MOVES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+def known_to_transformers() -> bool:
+    """Whether it asks torch nothing about the name that torch does not know (older ones ask whether autocast is on)."""
+    try:
+        with maybe_autocast(device_type=NAME, enabled=False):
+            return True
+    except RuntimeError:
+        return False
 
 
 class There(Tensor):
