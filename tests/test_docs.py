@@ -10,6 +10,7 @@ import pytest
 
 import lragent_hf
 from lragent_hf import errors
+from lragent_hf.bench.divergence import DIVERGENCE, prefill_table, table
 from lragent_hf.bench.groups import group_rows
 from lragent_hf.bench.record import read_rows
 from lragent_hf.bench.report import as_markdown
@@ -61,6 +62,16 @@ def test_the_page_of_all_measurements_is_what_the_csvs_say() -> None:
     assert (DOCS / "results" / "report.md").read_text() == as_markdown(group_rows(rows)), (
         "python -m lragent_hf.bench report docs/results/*_cpu.csv --out docs/results"
     )
+
+
+def test_the_page_of_fidelity_is_what_its_csvs_say() -> None:
+    results = DOCS / "results"
+    page = (results / "fidelity.md").read_text()
+    rows = list(read_rows(results / "fidelity.csv", DIVERGENCE))
+    parts = [[row for row in rows if (row["length"] == "0") == short] for short in (True, False)]
+    tables = [*map(table, parts), prefill_table(list(read_rows(results / "fidelity_ttft.csv", DIVERGENCE)))]
+    for one in tables:
+        assert one in page, "write the tables anew: lragent_hf.bench.divergence"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

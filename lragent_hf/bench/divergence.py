@@ -31,7 +31,9 @@ def table(rows: Sequence[Row]) -> str:
         full = next((one for one in rows if _place(one) == (*_place(row)[:-2], "full_shared", "0")), None)
         ran = f"{int(row['prefilled']) / int(full['prefilled']):.1f} x" if full else f"{int(row['prefilled']):,}"
         named = f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}"
-        ratio = f"{_two(row['of_full_shared'])} [{_two(row['low'])}, {_two(row['high'])}]" if row["low"] else ""
+        ratio = _two(row["of_full_shared"])
+        if row["low"] and row["distinct"] != "1":  # one trajectory has no spread
+            ratio += f" [{_two(row['low'])}, {_two(row['high'])}]"
         cells = [
             named, str(int(row["length"]) or "a question"), str(int(row["handovers"]) or "all"),
             label(row["scheme"], row["window"]), f"{float(row['kl']):.4f}", ratio,
