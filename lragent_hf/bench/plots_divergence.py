@@ -41,6 +41,7 @@ def draw_divergence(rows: Sequence[Row], out: Path) -> Iterator[Path]:
         axes.set_title(f"{name}, {length:,} tokens", fontsize=9, loc="left")
     for line in panels:
         line[0].set_ylabel("KL, nats/token", fontsize=9)
+        line[0].set_ylim(0, 1.05 * max(axes.dataLim.y1 for axes in line if axes.has_data()))
     found: dict[str, Any] = {}
     for axes in panels.flat:
         handles, names = axes.get_legend_handles_labels()
@@ -75,6 +76,5 @@ def _panel(axes: Any, rows: Sequence[Row], field: str, name: str, by_window: boo
     axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks], fontsize=8)
     axes.set_xlabel(name, fontsize=9)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(bottom=0)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
