@@ -21,27 +21,36 @@ hand-over, mean, timed on the first three trajectories."""
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows in Markdown. ``tokens run``: as a multiple of ``full_shared``'s without a window."""
-    lines = [
-        "| adapters | length | hand-overs | scheme | KL, nats/token | of full_shared's | last turn's KL | top-1 "
-        "| tokens run | trajectories |",
-        "|---|--:|--:|---|--:|---|--:|--:|--:|--:|",
-    ]
+    """Rows in Markdown. ``tokens run``: as a multiple of ``full_shared``'s without a window.
+
+    Lengths and hand-overs are left out where there is one of them only.
+    """
+    lines = []
     for row in rows:
         full = next((one for one in rows if _place(one) == (*_place(row)[:-2], "full_shared", "0")), None)
         ran = f"{int(row['prefilled']) / int(full['prefilled']):.1f} x" if full else f"{int(row['prefilled']):,}"
-        named = f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}"
         ratio = _two(row["of_full_shared"])
         if row["low"] and row["distinct"] != "1":  # one trajectory has no spread
             ratio += f" [{_two(row['low'])}, {_two(row['high'])}]"
-        cells = [
-            named, str(int(row["length"]) or "a question"), str(int(row["handovers"]) or "all"),
-            label(row["scheme"], row["window"]), f"{float(row['kl']):.4f}", ratio,
-            f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else "", f"{float(row['agreement']):.1%}", ran,
-            row["distinct"],
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(
+            {
+                "adapters": f"{row['adapters']}{', ' if row['options'] else ''}{row['options']}",
+                "length": str(int(row["length"]) or "a question"),
+                "hand-overs": str(int(row["handovers"]) or "all"),
+                "scheme": label(row["scheme"], row["window"]),
+                "KL, nats/token": f"{float(row['kl']):.4f}",
+                "of full_shared's": ratio,
+                "last turn's KL": f"{float(row['last_turn_kl']):.4f}" if row["last_turn_kl"] else "",
+                "top-1": f"{float(row['agreement']):.1%}",
+                "tokens run": ran,
+                "trajectories": row["distinct"],
+            }
+        )
+    same = {name for name in ("length", "hand-overs", "last turn's KL") if len({line[name] for line in lines}) < 2}
+    names = [name for name in (lines[0] if lines else ()) if name not in same]
+    rule = ["---" if name in ("adapters", "scheme", "of full_shared's") else "--:" for name in names]
+    cells = [names, rule, *([line[name] for name in names] for line in lines)]
+    return "\n".join(f"| {' | '.join(some)} |" for some in cells)
 
 
 def prefill_table(rows: Sequence[Row]) -> str:
