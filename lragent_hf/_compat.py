@@ -4,9 +4,14 @@ import inspect
 from functools import lru_cache
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, LlamaModel
-from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    create_masks_for_generate,
+    sliding_window_causal_mask_function,
+)
 
 __all__ = [
     "CACHE_ARG",
@@ -16,6 +21,7 @@ __all__ = [
     "set_attn_implementation",
     "sliding_window_of",
     "sliding_windows",
+    "static_masks",
     "takes_cache",
 ]
 
@@ -80,6 +86,25 @@ def sliding_window_of(mask_function: Any) -> int | bool | None:
 def sliding_windows(config: Any) -> list[int | None]:
     """The sliding (or chunk) window of each layer's stock cache, ``None`` where it keeps everything."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def static_masks(model: nn.Module, config: Any, inputs: Tensor, mask: Tensor | None, cache: Any, ids: Tensor) -> Any:
+    """Dense bool masks over a static cache, one or by kind of layer, as ``generate`` makes them.
+
+    Args:
+        model, config: the whole model, which may have rules of its own, and its decoder's config.
+        inputs: [B, q, 0], only for its shape, dtype and device.
+        mask: [B, cached + q] or ``None``.
+        cache: says how many positions the masks cover.
+        ids: position_ids.
+    """
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    before = attn_implementation(config)
+    set_attn_implementation(config, "sdpa")
+    try:
+        return make(config=config, inputs_embeds=inputs, attention_mask=mask, position_ids=ids, **{CACHE_ARG: cache})
+    finally:
+        set_attn_implementation(config, before)
 
 
 def moving_angles(config: Any) -> bool:

@@ -5,8 +5,10 @@ written) -> per layer: v_proj (tap and hook), `cache.update`, attention -> decod
 Between forwards, and in forwards with any other cache, nothing is switched and nothing is tapped.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,19 +64,32 @@ class ModelBinding:
         self._inside = False  # a call of `outer`
         self._mixed_hooks: list[tuple[nn.Module, int]] = []
         self._switched: list[tuple[Any, str | None]] = []
-        self._handles = [
-            decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
-            decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-        ]
-        if outer is not decoder:
-            self._handles += [
-                outer.register_forward_pre_hook(self.enter, with_kwargs=True),
-                outer.register_forward_hook(self.leave, always_call=True),
-            ]
+        self._handles: list[Any] = []
+        self._in_python = False
+        self._hook(lambda hook: hook)
         decoder.__dict__[ATTRIBUTE] = self
         for layer in self.layers.values():
             layer.k.position += len(self.layers)  # in a bank's lists those on k_proj follow those on v_proj
         self.resolve()
+
+    def leave_to_python(self) -> None:
+        """From now on torch.compile does not look into the hooks around a forward."""
+        if not self._in_python:
+            self._in_python = True
+            for handle in self._handles:
+                handle.remove()
+            self._hook(torch.compiler.disable)
+
+    def _hook(self, wrap: Callable[[Any], Any]) -> None:
+        self._handles = [
+            self.decoder.register_forward_pre_hook(wrap(self.before), with_kwargs=True, prepend=True),
+            self.decoder.register_forward_hook(wrap(self.after), with_kwargs=True, always_call=True),
+        ]
+        if self.outer is not self.decoder:
+            self._handles += [
+                self.outer.register_forward_pre_hook(wrap(self.enter), with_kwargs=True),
+                self.outer.register_forward_hook(wrap(self.leave), always_call=True),
+            ]
 
     def sites(self, keys: bool) -> list[Site]:
         """The projections whose adapters are split off: v_proj of each layer, in order, then k_proj if ``keys``."""
@@ -159,12 +174,16 @@ class ModelBinding:
             self._end_mixed_batch()
         self._mixed_hooks = []
 
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way."""
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decoder pre-hook: begin a forward with one of our caches, or stay out of the way.
+
+        Returns:
+            In static mode other arguments for the decoder, else ``None``.
+        """
         self.settle()
         cache = _compat.cache_argument(decoder, args, kwargs, "cache")
         if not hasattr(cache, "begin"):
-            return
+            return None
         inputs = {
             name: _compat.cache_argument(decoder, args, kwargs, name)
             for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -188,6 +207,10 @@ class ModelBinding:
         except Exception:
             self._end_mixed_batch()
             raise
+        if self.forward.static is not None:
+            if not self.forward.keep_attention:
+                self._switch_attention()
+            return self.forward.static.enter(self.forward, args, kwargs)
         self.forward.open()
         if self.forward.splits:
             for layer in self.layers.values():
@@ -197,6 +220,7 @@ class ModelBinding:
                     site.tap.place(site.hooked, self.forward.plan.agent)
         if not self.forward.keep_attention:
             self._switch_attention()
+        return None if cache.static is None else cache.static.enter_other(self.forward, args, kwargs)
 
     def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Decoder post-hook, called on failure too (then without output): commit or undo."""
@@ -204,6 +228,8 @@ class ModelBinding:
         if forward is None:
             return
         forward.close()
+        if forward.cache.static is not None:
+            forward.cache.static.leave(forward.cache)
         for config, name in self._switched:
             _compat.set_attn_implementation(config, name)
         self._switched.clear()
@@ -246,7 +272,8 @@ class ModelBinding:
 
     def project(self, site: Site, x: Tensor, output: Tensor) -> Tensor | None:
         """Forward hook of a projection."""
-        return None if self.forward is None else self.forward.project(site, x, output)
+        forward = self.forward
+        return None if forward is None or forward.static is not None else forward.project(site, x, output)
 
     def can_switch_attention(self) -> bool:
         """Whether attention goes through transformers' registry and nothing in it needs the model's own function.

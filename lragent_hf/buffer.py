@@ -36,16 +36,17 @@ class GrowableBuffer:
         dim: the dimension of positions: 2 for K and V [B, H, L, D], 1 for LR [B, L, R] and for the token record [B, L].
         least: the smallest capacity to allocate.
         device: where to keep the tensor, or ``None``: where the rows come from.
+        fixed: ``least`` is the capacity, once and for all. What is not written yet is zero: compiled code reads that too.
 
     Attributes:
         data: the tail; position p lies at p - ``start``.
         prefix, start: frozen pieces that hold positions 0 to ``start``.
     """
 
-    __slots__ = ("_lent", "data", "device", "dim", "least", "prefix", "start")
+    __slots__ = ("_lent", "data", "device", "dim", "fixed", "least", "prefix", "start")
 
-    def __init__(self, dim: int, least: int = 0, device: torch.device | None = None):
-        self.dim, self.least, self.device = dim, least, device
+    def __init__(self, dim: int, least: int = 0, device: torch.device | None = None, fixed: bool = False):
+        self.dim, self.least, self.device, self.fixed = dim, least, device, fixed
         self.clear()
 
     def clear(self) -> None:
@@ -136,6 +137,8 @@ class GrowableBuffer:
             self._become(
                 prefix, self.start, None if tail is None else lambda: tail.index_select(0, rows.to(tail.device))
             )
+        elif self.fixed and self.data is not None and not self.prefix and rows.numel() == self.data.shape[0]:
+            self.data.copy_(self.data.index_select(0, rows.to(self.data.device)))  # compiled code knows this storage
         elif self.capacity:
             whole = self.read(self.capacity)
             self._become((), 0, lambda: whole.index_select(0, rows.to(whole.device)))
@@ -172,7 +175,7 @@ class GrowableBuffer:
 
     def copy(self) -> "GrowableBuffer":
         """An independent copy. What is frozen stays so and is shared; the tail's storage is copied."""
-        new = GrowableBuffer(self.dim, self.least, self.device)
+        new = GrowableBuffer(self.dim, self.least, self.device, self.fixed)
         new._become(self.prefix, self.start, None if self.data is None else self.data.clone)
         return new
 
@@ -215,10 +218,11 @@ class GrowableBuffer:
     def _grow(self, like: Tensor, kept: int, needed: int) -> None:
         shape = list(like.shape)
         spare = _FORK_SPARE if self.prefix else _SPARE
-        shape[self.dim] = max(needed + max(spare, needed // 8), self.least)
+        shape[self.dim] = self.least if self.fixed else max(needed + max(spare, needed // 8), self.least)
+        make = torch.zeros if self.fixed else torch.empty
         # A buffer born in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            data = torch.empty(shape, dtype=like.dtype, device=self.device or like.device)
+            data = make(shape, dtype=like.dtype, device=self.device or like.device)
         if self.data is not None and kept:
             data.narrow(self.dim, 0, kept).copy_(self.data.narrow(self.dim, 0, kept))
         self.data = data

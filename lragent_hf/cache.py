@@ -18,6 +18,7 @@ from .checkpoint import read_cache, read_manifest, write_cache
 from .describe import as_html, as_text
 from .errors import (
     AdapterChangedError,
+    CacheFullError,
     CacheModelMismatchError,
     OutsideForwardError,
     TrajectoryMismatchError,
@@ -32,6 +33,7 @@ from .placement import device_of
 from .roster import Roster
 from .rotary import RotaryStore
 from .schemes import Scheme, resolve_scheme
+from .static import StaticMode
 from .storage import SharedLayer
 from .trajectory import Step, Trajectory
 
@@ -71,6 +73,9 @@ class LoRASharedCache(Cache):
             the model's own implementation, on values put together layer by layer (slower).
         backend: of ``flash_lora_attention``.
         reserve: positions to make room for at the first write; buffers grow by an eighth beyond that.
+        max_cache_len: positions to make room for, once and for all: buffers keep their shape, and ``generate`` compiles
+            decoding as it does for transformers' ``StaticCache`` (on GPUs; elsewhere if its ``compile_config`` says so).
+            Attention of a decoded token then reads the whole buffers, whatever their use.
         offload: keep the buffers in CPU memory; each layer's part is copied to where the layer runs while it runs. For
             contexts that do not fit on a GPU; copies are not overlapped with compute.
 
@@ -95,6 +100,7 @@ class LoRASharedCache(Cache):
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
+        max_cache_len: int | None = None,
         offload: bool = False,
     ):
         self.scheme = resolve_scheme(scheme, recompute_layers)
@@ -107,6 +113,8 @@ class LoRASharedCache(Cache):
             raise ValueError(f"agents is a list of names: agents=[{agents!r}].")
         if reserve < 0:
             raise ValueError(f"reserve counts positions, it cannot be {reserve}.")
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len counts positions, it cannot be {max_cache_len}.")
         if handover_window < 0:
             raise ValueError(f"handover_window counts tokens, it cannot be {handover_window}.")
         if handover_window and not self.scheme.takes_window:
@@ -135,7 +143,8 @@ class LoRASharedCache(Cache):
         self.hidden = GrowableBuffer(1, reserve, place)
         # With layer 0 recomputed there is no layer below to skip.
         self.hidden_cache = hidden_cache and min(self.scheme.recompute_layers or (0,)) > 0
-        super().__init__(layers=[SharedLayer(self, reserve, place) for _ in range(count)])
+        super().__init__(layers=[SharedLayer(self, reserve, place, max_cache_len) for _ in range(count)])
+        self.static = None if max_cache_len is None else StaticMode(self, max_cache_len)
         self.roster.check_declared(self.binding)
         if self.scheme.splits_values:
             self.binding.check_splittable(self.roster.starting(self.binding, ()), self.scheme.name, key_lr)
@@ -195,6 +204,16 @@ class LoRASharedCache(Cache):
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         start = prefix_to_take(self, agent, check=True)
         past = max(start, self.ledger.length(agent, keys))
+        if self.static is not None:
+            if past + count > self.static.length:
+                raise CacheFullError(
+                    f"{past} position(s) are cached for agent {agent_label(agent)!r} and the forward brings {count}: more "
+                    f"than max_cache_len={self.static.length}. Make the cache with a larger max_cache_len (prompt and all "
+                    "that will be written), or without, so that it grows."
+                )
+            if fresh:
+                self.static.forget_verdict()
+            mask = self.static.padding(self, attention_mask, past, count) if mask is None else mask
         step = Step(agent, past, count, rows, inputs.device, input_ids, mask, position_ids)
         conventions = self.trajectory.check(step)
         keep = self._keeps_attention(keep_attention)
@@ -222,6 +241,9 @@ class LoRASharedCache(Cache):
         Raises:
             OutsideForwardError: no forward with this cache is running on the model it was made for.
         """
+        step = self.layers[layer_idx].step
+        if step is not None:
+            return step.update(key_states, value_states)
         forward = self.binding.forward
         if forward is None or forward.cache is not self:
             raise OutsideForwardError(
@@ -251,7 +273,13 @@ class LoRASharedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(key positions, offset of the first) for a mask over ``query_length`` more tokens."""
-        return self.get_seq_length() + query_length, 0
+        read = self.get_seq_length()
+        return (read + query_length if self.static is None else self.static.mask_length(self, query_length, read)), 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile decoding: with ``max_cache_len``, unless something stands in the way."""
+        return self.static is not None and self.static.obstacle(self) is None
 
     # --- whole-cache operations ----------------------------------------------------------------------------------------
 
@@ -315,6 +343,8 @@ class LoRASharedCache(Cache):
         self.hidden.clear()
         for layer in self.layers:
             layer.clear()
+        if self.static is not None:
+            self.static.drop_buffers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder batch rows, as beam search does: row i becomes what row ``beam_idx[i]`` was.
@@ -415,6 +445,7 @@ class LoRASharedCache(Cache):
         attention: str = "auto",
         backend: str = "auto",
         reserve: int = 0,
+        max_cache_len: int | None = None,
         offload: bool = False,
     ) -> "LoRASharedCache":
         """The cache that ``save`` wrote to ``path``, on a model with the same base weights and adapters.
@@ -422,19 +453,24 @@ class LoRASharedCache(Cache):
         Args:
             model: as for the constructor, with every adapter loaded that the saved cache serves.
             path: the folder.
-            key_working_copy, value_working_copy, attention, backend, reserve, offload: as for the constructor; the rest is
-                the saved cache's.
+            key_working_copy, value_working_copy, attention, backend, reserve, max_cache_len, offload: as for the
+                constructor; the rest is the saved cache's.
 
         Raises:
             CacheFileError: nothing is saved there, or it is torn, truncated or changed.
             CacheModelMismatchError: other base weights, another dtype or another A; says where.
         """
         manifest = read_manifest(path)
+        if max_cache_len is not None and manifest["ledger"]["total"] > max_cache_len:
+            raise CacheFullError(
+                f"{manifest['ledger']['total']} positions are saved in {path}, more than max_cache_len={max_cache_len}. "
+                "Load with a larger one, or without."
+            )
         cache = cls(
             model, Scheme(**manifest["scheme"]), handover_window=manifest["handover_window"], agents=manifest["agents"],
             key_lr=manifest["key_lr"], key_working_copy=key_working_copy, value_working_copy=value_working_copy,
             hidden_cache=manifest.get("hidden_cache", False), attention=attention, backend=backend, reserve=reserve,
-            offload=offload,
+            max_cache_len=max_cache_len, offload=offload,
         )  # fmt: skip
         read_cache(cache, manifest, path)
         return cache
@@ -442,6 +478,8 @@ class LoRASharedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "LoRASharedCache":
         """An independent cache on the same model: buffers and record are copied, the model is not."""
         new = self._clone(SharedLayer.copy, lambda buffer, length: buffer.copy())
+        if self.static is not None:
+            new.static = StaticMode(new, self.static.length)
         memo[id(self)] = new
         return new
 
@@ -455,6 +493,7 @@ class LoRASharedCache(Cache):
         new.__dict__.update(self.__dict__)
         new.ledger, new.trajectory = self.ledger.copy(), self.trajectory.copy()
         new.roster, new.rotary = self.roster.copy(), self.rotary.clone(lambda one: other(one, self.ledger.rotary))
+        new.static = None
         new.hidden = other(self.hidden, self.ledger.total if self.hidden.capacity else 0)
         new.layers = [layer(mine, new) for mine in self.layers]
         return new
@@ -555,6 +594,8 @@ class LoRASharedCache(Cache):
         return keep
 
     def _after_cut(self) -> None:
+        if self.static is not None:
+            self.static.drop_buffers()
         self.trajectory.truncate(self.ledger.total)
         self.drop_unused()
         for layer in self.layers:
@@ -581,4 +622,6 @@ class LoRASharedCache(Cache):
         follow_rows(self, rows)
         for layer in self.layers:
             layer.drop_work()
+        if self.static is not None and rows.numel() != self.trajectory.rows:
+            self.static.drop_buffers()
         self.trajectory.rows = rows.numel()

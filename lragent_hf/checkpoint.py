@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .agents import Mixed
 from .banks import LRBank
-from .buffer import GrowableBuffer
 from .errors import CacheFileError
 from .fingerprint import adapter_digests, base_layer, check_fits, model_facts
 from .placement import device_of
@@ -248,7 +247,7 @@ def _fill(cache: "LoRASharedCache", manifest: dict[str, Any], tensors: Any) -> N
                 key = _key(raw)
                 rows = tensors.get_tensor(f"layers.{index}.{group}.{number}")
                 layer.home = place
-                buffers[key] = GrowableBuffer(1 if group in ("lr", "k_lr") else 2, layer.reserve, layer.device)
+                buffers[key] = layer.new_buffer(group)
                 buffers[key].write(0, rows.to(layer.device or place))
 
 

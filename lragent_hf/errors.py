@@ -7,6 +7,7 @@ __all__ = [
     "AdapterChangedError",
     "BackendUnavailableError",
     "CacheFileError",
+    "CacheFullError",
     "CacheModelMismatchError",
     "LRAgentError",
     "OutsideForwardError",
@@ -57,6 +58,10 @@ class OutsideForwardError(LRAgentError, RuntimeError):
 
 class CacheModelMismatchError(LRAgentError, ValueError):
     """The cache was made for another model, or holds another batch size, than the forward that uses it."""
+
+
+class CacheFullError(LRAgentError, ValueError):
+    """A forward brings more tokens than ``max_cache_len`` leaves room for."""
 
 
 class CacheFileError(LRAgentError, ValueError):

@@ -42,6 +42,7 @@ class Forward:
             the same modules.
         rewritten: layers whose K and V are written from ``plan.rewrite_from`` on.
         hidden: the hidden-state cache at work, if there is one.
+        static: the cache's static mode, if this is one token that it takes.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Forward:
         self.fresh = fresh
         self.rewritten = frozenset(cache.scheme.recompute_layers or ())
         self.hidden: HiddenStates | None = None
+        self.static = cache.static if cache.static is not None and cache.static.takes(self) else None
         self._banks: list[tuple[Hashable, LRBank, int]] = [
             (key, cache.roster.banks[key], first) for key, first in plan.lr_from.items()
         ]
@@ -174,6 +176,10 @@ class Forward:
 
     def commit(self) -> None:
         """The decoder ran to its end: what was written becomes part of the cache."""
+        if (
+            self.static is not None
+        ):  # as a forward of the same agent through the same layers did that this one continues
+            self._updated.update(self.cache.binding.layers or (0,))
         missing = set(self.cache.binding.layers) - self._updated if self.splits or not self._updated else None
         if missing or not self._updated:
             self.undo()

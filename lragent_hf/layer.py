@@ -51,6 +51,7 @@ class LayerBinding:
         gains: the gains of adapters on v_proj that are DoRA.
         angles: what the attention module was given as ``position_embeddings``, where keys are split.
         rotation: how it turns its keys, once that is known.
+        step: in static mode, the tensors it works on during one token; compiled code asks for nothing else here.
     """
 
     def __init__(self, owner: "ModelBinding", position: int, index: int, name: str, attention: nn.Module):
@@ -61,6 +62,7 @@ class LayerBinding:
         self.kind: str = kinds[index] if index < len(kinds) else "all"
         self.gains = GainStore()
         self.rotation: Rotation | None = None
+        self.step: Any = None
         self._listener: Any = None
         self.forget()
 

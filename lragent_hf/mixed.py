@@ -64,7 +64,7 @@ def take_over(cache: "LoRASharedCache", agent: Mixed, start: int) -> Callable[[]
                 lr = name in ("lr", "k_lr")
                 rows = _lr_rows(cache, index, name, group, agent, start) if lr else _kv_rows(group, agent, start)
                 if rows is not None:
-                    buffer = GrowableBuffer(1 if lr else 2, layer.reserve, layer.device)
+                    buffer = layer.new_buffer(name)
                     buffer.write(0, rows)
                     before.append((group, group.get(agent)))
                     group[agent] = buffer

@@ -14,6 +14,9 @@ from .working import WorkingCopy
 
 __all__ = ["SharedLayer"]
 
+_DIM = {"k": 2, "v": 2, "lr": 1, "k_lr": 1}
+"""The dimension of positions in the buffers of each group."""
+
 
 class SharedLayer(CacheLayerMixin):
     """One decoder layer's buffers: K and V (or V_base) by stream, LR of values and of keys by bank.
@@ -25,14 +28,17 @@ class SharedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, cache: Any = None, reserve: int = 0, device: torch.device | None = None):
+    def __init__(
+        self, cache: Any = None, reserve: int = 0, device: torch.device | None = None, limit: int | None = None
+    ):
         # CacheLayerMixin.__init__ would set `keys` and `values`, which are views here.
         self.k: dict[Hashable, GrowableBuffer] = {}
         self.v: dict[Hashable, GrowableBuffer] = {}
         self.lr: dict[Hashable, GrowableBuffer] = {}
         self.k_lr: dict[Hashable, GrowableBuffer] = {}
         self.work = {"k": WorkingCopy(), "v": WorkingCopy()}
-        self.reserve, self.device = reserve, device
+        self.reserve, self.device, self.limit = limit or reserve, device, limit
+        self.step: Any = None  # a `StaticLayer`, while one token of fixed shape runs
         self.home: torch.device | None = None  # where the rows come from
         # Weakly: buffers must die with their cache, not when the garbage collector gets round to it.
         self._cache = None if cache is None else weakref.ref(cache)
@@ -46,6 +52,10 @@ class SharedLayer(CacheLayerMixin):
         found: dict[Hashable, GrowableBuffer] = getattr(self, name)
         return found
 
+    def new_buffer(self, group: str) -> GrowableBuffer:
+        """An empty buffer for that group."""
+        return GrowableBuffer(_DIM[group], self.reserve, self.device, fixed=self.limit is not None)
+
     def buffers(self) -> Iterator[GrowableBuffer]:
         """Every buffer of the layer, but the working copies."""
         for _, group in self.groups():
@@ -56,7 +66,7 @@ class SharedLayer(CacheLayerMixin):
         self.home = key.device
         self.cut_work(start)
         if stream not in self.k:
-            self.k[stream], self.v[stream] = (GrowableBuffer(2, self.reserve, self.device) for _ in range(2))
+            self.k[stream], self.v[stream] = (self.new_buffer(name) for name in "kv")
         self.k[stream].write(start, key)
         self.v[stream].write(start, value)
 
@@ -65,7 +75,7 @@ class SharedLayer(CacheLayerMixin):
         buffers = self.group(group)
         self.cut_work(start)
         if bank not in buffers:
-            buffers[bank] = GrowableBuffer(1, self.reserve, self.device)
+            buffers[bank] = self.new_buffer(group)
         buffers[bank].write(start, rows)
 
     def read(self, group: str, key: Hashable, stop: int, start: int = 0) -> Tensor:
@@ -126,7 +136,7 @@ class SharedLayer(CacheLayerMixin):
 
     def copy(self, cache: Any) -> "SharedLayer":
         """A copy of all buffers, for another cache."""
-        new = SharedLayer(cache, self.reserve, self.device)
+        new = SharedLayer(cache, self.reserve, self.device, self.limit)
         new.home = self.home
         for name, group in self.groups():
             setattr(new, name, {key: buffer.copy() for key, buffer in group.items()})
@@ -216,4 +226,4 @@ class SharedLayer(CacheLayerMixin):
         return self._owner().get_mask_sizes(query_length, 0)
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.limit is None else self.limit

@@ -89,10 +89,20 @@ class Turns(RuleBasedStateMachine):
         keys=st.booleans(),
         late=st.booleans(),
         values=st.booleans(),
+        static=st.booleans(),
         seed=st.integers(0, 2**16),
     )
     def start(
-        self, rows: int, pads: int, window: int, shared_a: bool, keys: bool, late: bool, values: bool, seed: int
+        self,
+        rows: int,
+        pads: int,
+        window: int,
+        shared_a: bool,
+        keys: bool,
+        late: bool,
+        values: bool,
+        static: bool,
+        seed: int,
     ) -> None:
         self.spare, buffer._SPARE = buffer._SPARE, 2  # buffers grow all the time
         shared_a = shared_a or self.scheme == "base_lr_shared"
@@ -103,7 +113,7 @@ class Turns(RuleBasedStateMachine):
         layers = RECOMPUTED.get(self.scheme)
         self.cache = LoRASharedCache(
             self.ours, name, handover_window=window, agents=agents, value_working_copy=values, recompute_layers=layers,
-            hidden_cache=bool(hidden),
+            hidden_cache=bool(hidden), max_cache_len=300 if static else None,
         )  # fmt: skip
         self.runs = [
             NaiveRun(model, name, window, agents, recompute=layers or (), hidden=bool(hidden))
@@ -380,6 +390,7 @@ def converse(scheme: str, seed: int, dtype: torch.dtype) -> list[list[torch.Tens
         shared_a=seed % 4 == 3,
         keys=seed % 4 in (1, 2) or seed == 7,
         late=seed % 3 != 2,
+        static=seed % 2 == 0,
         seed=seed,
     )
     machine.turn(("plan",), 5, 100)

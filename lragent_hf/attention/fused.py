@@ -46,7 +46,7 @@ def fused_attention(
     if key_padding_mask is not None:
         mask = q.new_zeros(batch, 1, 1, Lk).masked_fill_(~key_padding_mask[:, None, None], float("-inf"))
     if Lq == 1:
-        pairs, threads = batch * kv_heads, torch.get_num_threads()
+        pairs, threads = batch * kv_heads, _threads()
         if -(-pairs // threads) * threads <= _IDLE * pairs:  # a group's heads as rows: K and V are read once for all
             q = q.reshape(batch, kv_heads, heads // kv_heads, D)
         out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)  # type: ignore[misc]
@@ -66,3 +66,8 @@ def fused_attention(
     if len(parts) == 1:
         return parts[0]
     return merge(*parts[0], *parts[1])
+
+
+@torch.compiler.assume_constant_result
+def _threads() -> int:
+    return torch.get_num_threads()

@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..errors import UnsupportedModelError
 from . import flash_lora_attention, run_backend
+from .dense import dense_attention
 from .masks import WindowMask, attends, mask
 from .parts import Part, attend_parts, join_parts
 
@@ -58,6 +59,8 @@ def attention(
             "function takes in one shape only. Make the cache with attention='keep'."
         )
     layer = getattr(module, "lragent_binding", None)
+    if layer is not None and layer.step is not None:
+        return layer.step.attend(query, attention_mask, scaling, softcap), None
     v_lr = b = bias = gain = extra = None
     parts: Sequence[Part] = ()
     backend = "auto"
@@ -153,28 +156,3 @@ def forbid_backward(tensor: Tensor, trained: Tensor) -> Tensor:
         result: Tensor = _ForbidBackward.apply(tensor, trained)
         return result
     return tensor
-
-
-def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap: float | None
-) -> Tensor:
-    """Plain attention under a dense mask [B, 1 or Hq, Lq, L]: bool (True = attend) or additive.
-
-    Returns:
-        [B, Hq, Lq, D]. A row that attends to nothing gives zeros.
-    """
-    rows, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, length, dim)
-    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).float() * (dim**-0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    mask = mask[..., : key.shape[2]]
-    mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (kv_heads, -1))
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
-        weights = torch.softmax(scores, -1).masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    else:
-        weights = torch.softmax(scores + mask, -1)
-    weights = weights.to(value.dtype)
-    return (weights @ value.unsqueeze(2)).view(rows, heads, length, dim)

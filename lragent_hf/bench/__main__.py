@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..schemes import SCHEMES
-from . import accuracy, append, branches, fidelity, kernel, memory, report, speed, step
+from . import accuracy, append, branches, compiled, fidelity, kernel, memory, report, speed, step
 from .contenders import CONTENDERS, NO_COPY
 from .models import MODULES
 from .shapes import SHAPES
@@ -74,6 +74,21 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--repeats", type=int, default=5)
     command.add_argument("--threads", type=int, help="torch threads")
 
+    command = commands.add_parser("compiled", help="decoding compiled on fixed shapes, against decoding as it is")
+    command.add_argument("--context", type=int, default=512, help="tokens before the first turn")
+    command.add_argument("--turns", type=int, default=12)
+    command.add_argument("--new", type=int, default=32, help="tokens that an agent writes in a turn")
+    command.add_argument(
+        "--scheme", choices=[name for name in SCHEMES if name != "droidspeak"], default="base_lr_stacked"
+    )
+    command.add_argument("--model", default="small", help="as for trace")
+    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
+    command.add_argument("--device", help="default: cuda if there is one")
+    command.add_argument("--repeats", type=int, default=5)
+    command.add_argument("--threads", type=int, help="torch threads")
+
     command = commands.add_parser(
         "accuracy", help="agents answer questions under every scheme (LRAgent, tables 3 and 16 to 18)"
     )
@@ -104,8 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     runs: dict[str, Callable[..., object]] = {
         "trace": speed.run_trace, "overlap": speed.run_overlap, "kernel": kernel.run, "memory": memory.run,
-        "append": append.run, "branches": branches.run, "step": step.run, "report": report.run, "accuracy": accuracy.run,
-        "fidelity": fidelity.run,
+        "append": append.run, "branches": branches.run, "compiled": compiled.run, "step": step.run, "report": report.run,
+        "accuracy": accuracy.run, "fidelity": fidelity.run,
     }  # fmt: skip
     runs[options.pop("command")](**options)
 
