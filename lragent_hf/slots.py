@@ -114,6 +114,9 @@ def misfit(name: str, layer: Any, agent: Agent) -> str | None:
             variant = variant.replaced.get(adapter)
         if variant is not None or layer.lora_B[adapter].bias is not None:
             return f"adapter {adapter!r} on {name} is more than X A B"
+        dropout = layer.lora_dropout[adapter]
+        if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
+            return f"LoRA dropout of adapter {adapter!r} is active"
         if layer.lora_A[adapter].weight.device.type == "meta":
             return f"the weights of adapter {adapter!r} on {name} are not in memory"
     return None

@@ -443,6 +443,33 @@ def test_gradients_keep_away_from_fixed_buffers(static_tokens: list[str]) -> Non
     assert static_tokens == ["plan"]
 
 
+def test_attentions_autocast_and_dropout(static_tokens: list[str]) -> None:
+    """What fixed shapes do not take on the way: as without them."""
+    ids = tokens(20)
+
+    def differ(model: PeftModel, cut: int, **how: Any) -> float:
+        caches = [LoRASharedCache(model, **options) for options in ({}, {"max_cache_len": 30})]
+        worst = 0.0
+        for stop in range(cut, cut + 4):
+            found = []
+            for cache in caches:
+                torch.manual_seed(0)
+                found.append(run(model, cache, ids[:, :stop], **how))
+            worst = max(worst, float((found[0] - found[1]).abs().max()))
+        return worst
+
+    cfg = config()
+    cfg._attn_implementation = "eager"
+    assert differ(peft_model(cfg).double(), 9, output_attentions=True) < 1e-9
+    assert static_tokens == []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert differ(peft_model(target_modules=["q_proj", "v_proj", "up_proj"]), 9) == 0.0
+    model = peft_model(target_modules=["q_proj", "o_proj"], lora_dropout=0.5)
+    decoder_of(model).layers[1].self_attn.o_proj.train()
+    assert differ(model, 9) == 0.0
+    assert static_tokens == []
+
+
 def test_rows_with_adapters_of_their_own(static_tokens: list[str]) -> None:
     model = peft_model()
     ids, names = tokens(9, 2), ["plan", "act"]
