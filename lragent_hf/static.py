@@ -90,18 +90,17 @@ class StaticMode:
                 used += [layer.lr[key] for key in plan.lr_from if key in layer.lr]
                 if any(buffer is None or buffer.prefix or buffer.data is None for buffer in used):
                     return False
-                if layer.k[stream].data.dtype != layer.v[stream].data.dtype:  # type: ignore[union-attr]
+                if layer.k[stream].data.dtype != layer.v[stream].data.dtype:
                     return False  # autocast, which turns keys in float32
         return True
 
     def mask_length(self, cache: "LoRASharedCache", query: int, read: int) -> int:
         """Positions that a mask over ``query`` more tokens of an agent that has ``read`` some covers."""
-        running = cache.binding.forward  # if there is one already, it is known
-        fixed = (
-            self.obstacle(cache) is None
-            if running is None or running.cache is not cache
-            else running.static is not None
-        )
+        running = cache.binding.forward
+        if running is not None and running.cache is cache:
+            fixed = running.static is not None
+        else:
+            fixed = self.obstacle(cache) is None
         return self.length if query == 1 and fixed else read + query
 
     def _find(self, cache: "LoRASharedCache", agent: Agent) -> str | None:
