@@ -10,6 +10,7 @@ import pytest
 
 import lragent_hf
 from lragent_hf import errors
+from lragent_hf.bench.answers import ANSWERS, summary
 from lragent_hf.bench.divergence import DIVERGENCE, prefill_table, table
 from lragent_hf.bench.groups import group_rows
 from lragent_hf.bench.record import read_rows
@@ -72,6 +73,13 @@ def test_the_page_of_fidelity_is_what_its_csvs_say() -> None:
     tables = [*map(table, parts), prefill_table(list(read_rows(results / "fidelity_ttft.csv", DIVERGENCE)))]
     for one in tables:
         assert one in page, "write the tables anew: lragent_hf.bench.divergence"
+
+
+def test_the_page_of_accuracy_is_what_its_csv_says() -> None:
+    rows = list(read_rows(DOCS / "results" / "accuracy.csv", ANSWERS))
+    assert summary(rows, costs=False) in (DOCS / "results" / "accuracy.md").read_text(), (
+        "lragent_hf.bench.answers.summary"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

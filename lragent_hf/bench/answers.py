@@ -18,15 +18,16 @@ ANSWERS = Layout(
 _ASKED = ("exact_match", "f1", "answered", "turns", "tokens")
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Tables in Markdown: a set of adapters and level each, and what the same runs cost."""
+def summary(rows: Sequence[Row], costs: bool = True) -> str:
+    """Tables in Markdown: a set of adapters and level each, and (``costs``) what the same runs cost."""
     lines: list[str] = []
     for name in dict.fromkeys(row["adapters"] for row in rows):
         mine = [row for row in rows if row["adapters"] == name]
         for level in dict.fromkeys(row["level"] for row in mine):
             part = [row for row in mine if row["level"] == level]
             lines += _answers(f"{name}, {level}" if level else name, part)
-        lines += _costs(name, mine)
+        if costs:
+            lines += _costs(name, mine)
     return "\n".join(lines)
 
 
