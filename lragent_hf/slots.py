@@ -56,7 +56,8 @@ class Slot:
 
     def remove(self) -> None:
         """Give it back."""
-        self.layer.__dict__.pop("forward", None)
+        if self.layer.__dict__.get("forward") is self._bound:
+            del self.layer.__dict__["forward"]
 
     def load(self, agent: Agent) -> None:
         """Take A and B over from the adapters of ``agent``."""

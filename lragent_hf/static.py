@@ -44,7 +44,7 @@ class StaticMode:
         self._slots: dict[nn.Module, Slot] = {}
         self._loaded: Any = None
         self._said: set[str] = set()
-        self._merged = False
+        self._merged = self._looked = False
         self._verdict: tuple[Agent, str | None] | None = None
         cache.binding.leave_to_python()
 
@@ -59,7 +59,7 @@ class StaticMode:
 
     def forget_verdict(self) -> None:
         """Adapters or modules may have changed: find out again."""
-        self._verdict = None
+        self._verdict, self._looked = None, False
 
     def takes(self, forward: "Forward") -> bool:
         """Whether this forward is one token that only appends, to buffers in one piece."""
@@ -186,9 +186,12 @@ class StaticMode:
         """Have the buffers, and the active A and B, in the tensors that compiled code reads, unless they are there."""
         cache, plan = forward.cache, forward.plan
         stream = cache.stream_of(plan.agent)
-        split = {layer.v.hooked for layer in cache.binding.layers.values()} if forward.splits else set()
-        modules: list[Any] = [layer for _, _, _, layer in tuner_layers(cache.binding.decoder)]
-        slots = {module: self._slots.get(module) or Slot(module, module in split) for module in modules}
+        slots = self._slots
+        if not self._looked:  # looking for adapted layers takes longer than all of the rest
+            self._looked = True
+            split = {layer.v.hooked for layer in cache.binding.layers.values()} if forward.splits else set()
+            modules: list[Any] = [layer for _, _, _, layer in tuner_layers(cache.binding.decoder)]
+            slots = {module: slots.get(module) or Slot(module, module in split) for module in modules}
         buffers = [
             buffer.data for layer in cache.layers if layer.k
             for buffer in (layer.k[stream], layer.v[stream], *(layer.lr[key] for key in plan.lr_from if key in layer.lr))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import NaiveRun, assert_close_to_oracle, assert_turns, exact_twin
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from tiny import (
     AGENTS,
     CACHE_ARG,
@@ -21,6 +21,7 @@ from tiny import (
     decoder_of,
     hook_census,
     peft_model,
+    randomise,
     run,
     snapshot,
     tokens,
@@ -28,6 +29,7 @@ from tiny import (
     write,
 )
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig, Gemma2Config, Phi3Config
 
 from lragent_hf import LoRASharedCache, detach
@@ -78,12 +80,12 @@ def compiled(backend: str | Callable[..., Any]) -> dict[str, Any]:
 
 
 class Graphs(list[int]):
-    """A backend of torch.compile that runs graphs as they are: a graph an item, its number of projections."""
+    """A backend of torch.compile that keeps count: a graph an item, its number of projections."""
 
     def __init__(self) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             self.append(sum("linear" in str(node.target) for node in graph.graph.nodes))
-            return graph.forward
+            return lookup_backend("aot_eager")(graph, inputs)  # refuses what inductor would, in a tenth of the time
 
         self.backend = backend  # no method: `generate` copies what it is given, but for functions
 
@@ -151,7 +153,7 @@ def test_other_architectures_equal_themselves_without(kind: str, attention: str,
 
 
 @pytest.mark.parametrize(
-    "scheme", [s if s.startswith("base_") else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
+    "scheme", [s if s == "base_lr_stacked" else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
 )
 def test_one_compilation_serves_all_agents_and_turns(
     scheme: str, graphs: Graphs, static_tokens: list[str], capsys: pytest.CaptureFixture[str]
@@ -291,6 +293,33 @@ def test_an_edited_adapter_counts_from_the_next_token(static_tokens: list[str]) 
     assert len(static_tokens) == 8
 
 
+def test_adapters_that_come_between_turns_get_slots(static_tokens: list[str]) -> None:
+    """On layers that had none, and in place of one of the same name."""
+    model = peft_model().double()
+    cache, plain = LoRASharedCache(model, max_cache_len=60), LoRASharedCache(model)
+    ids, stop = tokens(60), 9
+
+    def both(agent: str) -> None:
+        nonlocal stop
+        for count in (4, 1, 1):
+            stop += count
+            left, right = (turn(model, one, agent, ids[:, :stop]) for one in (cache, plain))
+            assert (left - right).abs().max() < 1e-9
+
+    both("plan")
+    for modules in (["q_proj", "v_proj", "o_proj"], ["v_proj", "up_proj"]):
+        model.add_adapter("new", LoraConfig(r=6, target_modules=modules))
+        randomise(model, only="new", seed=len(modules))
+        model.double().eval()
+        both("new")
+        both("plan")
+        model.delete_adapter("new")
+        for one in (cache, plain):
+            one.reset()
+        both("act")
+    assert len(static_tokens) == 14
+
+
 def test_merged_adapters_are_not_added_twice(static_tokens: list[str]) -> None:
     model = peft_model(target_modules=["q_proj", "o_proj"]).double()
     cache, plain = LoRASharedCache(model, max_cache_len=40), LoRASharedCache(model)
@@ -427,6 +456,24 @@ def test_nothing_is_left_on_the_model() -> None:
     del cache
     gc.collect()
     assert ref() is None
+
+
+def test_a_forward_that_others_put_on_a_layer_stays(static_tokens: list[str]) -> None:
+    """Accelerate's hooks do so: such a layer has no slot, and keeps what it has."""
+    model = peft_model().double()
+    cache, plain = LoRASharedCache(model, max_cache_len=40), LoRASharedCache(model)
+    ids = tokens(20)
+    for stop in (9, 10):
+        turn(model, cache, "plan", ids[:, :stop])
+        turn(model, plain, "plan", ids[:, :stop])
+    layer = decoder_of(model).layers[1].self_attn.q_proj
+    theirs = layer.forward
+    layer.forward = theirs
+    for agent, stop in (("act", 14), ("act", 15), ("plan", 19), ("plan", 20)):
+        left, right = (turn(model, one, agent, ids[:, :stop]) for one in (cache, plain))
+        assert (left - right).abs().max() < 1e-9
+        assert vars(layer)["forward"] is theirs
+    assert static_tokens == ["plan"]
 
 
 def test_gradients_keep_away_from_fixed_buffers(static_tokens: list[str]) -> None:

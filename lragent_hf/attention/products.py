@@ -12,6 +12,7 @@ _COPY_SIZE = 1 << 15  # elements a head: a half-precision product of this size g
 
 def mix(probs: Tensor, values: Tensor, v_lr: Tensor | None, b: Tensor | None, grad: bool) -> Tensor:
     """P V_base + (P V_lr) B: probs [B*Hkv, M, Lk], values [B*Hkv, Lk, D], v_lr [B, Lk, R], b [B*Hkv, R, D]."""
+    grad = grad or torch.compiler.is_compiling()
     out = product(probs, values, None if grad else probs.new_empty(*probs.shape[:2], values.shape[2]))
     if v_lr is None or b is None:
         return out
@@ -21,11 +22,14 @@ def mix(probs: Tensor, values: Tensor, v_lr: Tensor | None, b: Tensor | None, gr
     low_rank = low_rank.view(out.shape[0], out.shape[1], -1)
     if out.element_size() == 2:  # small, and faster in float32 than a half-precision product is set up
         return torch.baddbmm(out.float(), low_rank.float(), b.float()).to(out.dtype)
-    return out.baddbmm_(low_rank, b)
+    return torch.baddbmm(out, low_rank, b) if grad else out.baddbmm_(low_rank, b)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None, alpha: float = 1.0) -> Tensor:
     """alpha * a @ b, batched, into out if there is one; out is only written (beta=0 leaves what it held unread)."""
+    if torch.compiler.is_compiling():  # which plans memory by itself, and refuses to write into what is not given to it
+        found = torch.bmm(a, b)
+        return found if alpha == 1.0 else found * alpha
     if out is None:
         return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=alpha)
     if a.element_size() == 2 and b.shape[1] * b.shape[2] >= _COPY_SIZE:
