@@ -176,9 +176,7 @@ class Forward:
 
     def commit(self) -> None:
         """The decoder ran to its end: what was written becomes part of the cache."""
-        if (
-            self.static is not None
-        ):  # as a forward of the same agent through the same layers did that this one continues
+        if self.static is not None:  # compiled code keeps no count; the forward that this one continues had all layers
             self._updated.update(self.cache.binding.layers or (0,))
         missing = set(self.cache.binding.layers) - self._updated if self.splits or not self._updated else None
         if missing or not self._updated:

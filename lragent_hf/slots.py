@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .adapters import unsplittable
 from .agents import Agent
 from .placement import weight_of
 from .tap import Tap
@@ -103,8 +104,10 @@ def misfit(name: str, layer: Any, agent: Agent) -> str | None:
     """Why an adapted layer cannot run this agent through a slot, or ``None``."""
     if type(layer) is not LoraLinear:
         return f"{name} is a {type(layer).__module__}.{type(layer).__name__}"
-    if layer.merged:
+    if layer.merged:  # also where adapters are disabled: PEFT would unmerge
         return f"an adapter is merged into {name}"
+    if why := unsplittable(layer, agent):
+        return f"{name}: {why[0]}"
     if "forward" in layer.__dict__ or hasattr(layer.base_layer, "_hf_hook"):
         return f"{name} is placed by accelerate"
     if type(layer.base_layer.weight) is not nn.Parameter and hasattr(layer.base_layer.weight, "to_local"):
@@ -114,12 +117,7 @@ def misfit(name: str, layer: Any, agent: Agent) -> str | None:
         if isinstance(variant, Tap):
             variant = variant.replaced.get(adapter)
         if variant is not None or layer.lora_B[adapter].bias is not None:
-            return f"adapter {adapter!r} on {name} is more than X A B"
-        dropout = layer.lora_dropout[adapter]
-        if dropout.training and getattr(dropout, "p", 0.0) > 0.0:
-            return f"LoRA dropout of adapter {adapter!r} is active"
-        if layer.lora_A[adapter].weight.device.type == "meta":
-            return f"the weights of adapter {adapter!r} on {name} are not in memory"
+            return f"adapter {adapter!r} on {name} is more than X A B"  # DoRA, lora_bias: the LR cache takes those
     return None
 
 

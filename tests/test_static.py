@@ -34,6 +34,7 @@ from transformers import CompileConfig, Gemma2Config, Phi3Config
 
 from lragent_hf import LoRASharedCache, detach
 from lragent_hf.bench import compiled as compiled_bench
+from lragent_hf.bench.verify import same_logits
 from lragent_hf.errors import CacheFullError, LRAgentError
 from lragent_hf.static import StaticMode
 
@@ -563,3 +564,5 @@ def test_the_benchmark_verifies_before_it_times(graphs: Graphs, monkeypatch: pyt
     )  # fmt: skip
     with pytest.raises(SystemExit, match="fixed: logits are not those"):
         compiled_bench.run(**options)
+    with pytest.raises(SystemExit, match="nan"):
+        same_logits("not a number", torch.tensor([1.0, float("nan")]), torch.ones(2))

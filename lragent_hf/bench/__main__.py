@@ -64,30 +64,14 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--prefix", type=int, default=4096, help="tokens in common")
     command.add_argument("--branches", type=int, default=8)
     command.add_argument("--new", type=int, default=32, help="tokens that each branch writes")
-    command.add_argument(
-        "--scheme", choices=[name for name in SCHEMES if name != "droidspeak"], default="base_lr_stacked"
-    )
-    command.add_argument("--model", default="small", help="as for trace")
-    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
-    command.add_argument("--rank", type=int, default=8)
-    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
-    command.add_argument("--repeats", type=int, default=5)
-    command.add_argument("--threads", type=int, help="torch threads")
+    _add_one_scheme_options(command)
 
     command = commands.add_parser("compiled", help="decoding compiled on fixed shapes, against decoding as it is")
     command.add_argument("--context", type=int, default=512, help="tokens before the first turn")
     command.add_argument("--turns", type=int, default=12)
     command.add_argument("--new", type=int, default=32, help="tokens that an agent writes in a turn")
-    command.add_argument(
-        "--scheme", choices=[name for name in SCHEMES if name != "droidspeak"], default="base_lr_stacked"
-    )
-    command.add_argument("--model", default="small", help="as for trace")
-    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
-    command.add_argument("--rank", type=int, default=8)
-    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
     command.add_argument("--device", help="default: cuda if there is one")
-    command.add_argument("--repeats", type=int, default=5)
-    command.add_argument("--threads", type=int, help="torch threads")
+    _add_one_scheme_options(command)
 
     command = commands.add_parser(
         "accuracy", help="agents answer questions under every scheme (LRAgent, tables 3 and 16 to 18)"
@@ -142,6 +126,18 @@ def _add_trace_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--attn", default="sdpa", help="the model's attn_implementation")
     command.add_argument("--repeats", type=int, default=3)
     _add_common_options(command)
+
+
+def _add_one_scheme_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--scheme", choices=[name for name in SCHEMES if name != "droidspeak"], default="base_lr_stacked"
+    )
+    command.add_argument("--model", default="small", help="as for trace")
+    command.add_argument("--modules", nargs="+", default=list(MODULES), help="projections with LoRA")
+    command.add_argument("--rank", type=int, default=8)
+    command.add_argument("--dtype", choices=_DTYPES, help="default: float32 for tiny and small, else bfloat16")
+    command.add_argument("--repeats", type=int, default=5)
+    command.add_argument("--threads", type=int, help="torch threads")
 
 
 def _add_agent_options(command: argparse.ArgumentParser) -> None:

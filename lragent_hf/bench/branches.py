@@ -13,6 +13,7 @@ from ..cache import LoRASharedCache
 from .contenders import AGENTS
 from .environment import set_up
 from .models import default_dtype, load_model
+from .verify import same_logits
 
 __all__ = ["run"]
 
@@ -52,7 +53,7 @@ def run(
         together = _together(loaded, branch, agents, ids, prefix)
         after = branch.memory_report().in_use_bytes
         apart = _apart(loaded, cache, agents, ids, prefix)
-        _verify(together, apart)
+        same_logits("rows of a branch are not what forks give", together, apart)
         seconds: dict[str, list[float]] = {"together": [], "apart": []}
         for _ in range(repeats):
             branch = cache.branch(agents)
@@ -84,12 +85,6 @@ def _apart(model: Any, cache: LoRASharedCache, agents: Sequence[str], ids: Tenso
         steps = range(prefix, ids.shape[1])
         rows.append(torch.cat([model(ids[row : row + 1, at : at + 1], **{CACHE_ARG: fork}).logits for at in steps], 1))
     return torch.cat(rows)
-
-
-def _verify(together: Tensor, apart: Tensor) -> None:
-    error = float((together - apart).abs().max() / apart.abs().max())
-    if error > 200 * torch.finfo(apart.dtype).eps:
-        raise SystemExit(f"rows of a branch are not what forks give: largest relative error {error:.2g}")
 
 
 def _timed(action: Callable[[], object]) -> float:

@@ -13,6 +13,7 @@ from ..cache import LoRASharedCache
 from .contenders import AGENTS
 from .environment import set_up
 from .models import default_dtype, load_model
+from .verify import same_logits
 
 __all__ = ["run"]
 
@@ -52,7 +53,7 @@ def run(
     told: dict[str, tuple[Tensor, float, list[int]]] = {}
     for name, (options, more) in ways.items():  # also what warms up, and compiles
         told[name] = _talk(loaded, LoRASharedCache(loaded, scheme, **options), ids, context, turns, new, **more)
-        _verify(name, told[name][0], told["as it is"][0])
+        same_logits(f"{name}: logits are not those of decoding as it is", told[name][0], told["as it is"][0])
     graphs = told["compiled"][2]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
@@ -95,9 +96,3 @@ def _talk(
         logits += found.logits
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     return torch.stack(logits, 1), time.perf_counter() - begin, graphs
-
-
-def _verify(name: str, got: Tensor, want: Tensor) -> None:
-    error = float((got - want).abs().max() / want.abs().max())
-    if error > 200 * torch.finfo(want.dtype).eps:
-        raise SystemExit(f"{name}: logits are not those of decoding as it is: largest relative error {error:.2g}")

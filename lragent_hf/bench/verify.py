@@ -11,7 +11,7 @@ from .contenders import Caches, make_caches, scheme_of
 from .measure import make_clock
 from .trace import Turn, divergence, run_pass, total_tokens, turns
 
-__all__ = ["verify"]
+__all__ = ["same_logits", "verify"]
 
 _GENERATED = 4  # a turn: enough to decode, and few enough for a model of 8B
 
@@ -71,6 +71,14 @@ def verify(model: Any, contenders: Sequence[str], recompute: Sequence[int], shar
             f"In {model.dtype} rounding moves the logits as much as losing the adapters' part would, so that this check "
             "cannot tell. It can with --dtype float32."
         )
+
+
+def same_logits(what: str, got: Tensor, want: Tensor) -> None:
+    """Raise SystemExit unless two ways to the same logits agree to rounding."""
+    error = float((got - want).abs().max() / want.abs().max())
+    allowed = 200 * torch.finfo(want.dtype).eps
+    if not error <= allowed:  # nor if it is not a number
+        raise SystemExit(f"{what}: largest relative error {error:.2g}, allowed {allowed:.2g}. No speed is printed.")
 
 
 def _with_definitions(model: Any, name: str, recompute: Sequence[int]) -> Iterator[tuple[Caches, Caches]]:
